@@ -1,0 +1,177 @@
+"""Contenders: other ways to compute the same answer from the same memory, each optional.
+
+A contender has a ``name``; ``missing()``, which says why it cannot run here, or None; ``scope()``, a context manager
+entered around each of its runs; and ``prepare(case, q, k, v)``, which gives a callable that computes the answer, an
+array or tensor (..., heads, queries, value_dim), or raises ``Unfit`` with the reason.
+
+Private ones live in a folder named by the environment variable ``CUFLASH_CONTENDERS``: each ``*.py`` there that
+defines ``contenders()``, a function that returns such objects.
+"""
+
+import contextlib
+import importlib.util
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Unfit(Exception):
+    """A contender does not compute this case."""
+
+
+class Contender:
+    """What contenders share."""
+
+    name = ""
+
+    def missing(self):
+        """Why it cannot run on this machine, or None."""
+
+    def scope(self):
+        """Context manager to be entered around its runs."""
+        return contextlib.nullcontext()
+
+    def prepare(self, case, q, k, v):
+        """Give a callable without arguments that computes the case."""
+        raise NotImplementedError
+
+
+def to_torch(array):
+    """A CuPy or NumPy array as a torch tensor over the same memory."""
+    import torch
+
+    if array.dtype == BFLOAT16:  # DLPack of either side may not know the type
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
+def to_host(array):
+    """A CuPy or NumPy array or a torch tensor as a NumPy array."""
+    if isinstance(array, np.ndarray):
+        return array
+    if type(array).__module__.partition(".")[0] == "torch":
+        import torch
+
+        array = array.detach()
+        if array.dtype == torch.bfloat16:
+            return array.contiguous().view(torch.int16).cpu().numpy().view(BFLOAT16)
+        return array.cpu().numpy()
+    if array.dtype == BFLOAT16:  # moved as integers: no kernel of CuPy's for the type is needed
+        return array.view(np.uint16).get().view(BFLOAT16)
+    return array.get()
+
+
+class Torch(Contender):
+    """One back end of torch's scaled_dot_product_attention."""
+
+    def __init__(self, name, backend):
+        self.name, self.backend = name, backend
+
+    def missing(self):
+        try:
+            import torch
+            from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: F401
+
+            if not torch.cuda.is_available():
+                return "torch sees no GPU"
+            getattr(SDPBackend, self.backend)
+        except (ImportError, OSError, AttributeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def scope(self):
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(sdpa_kernel([getattr(SDPBackend, self.backend)]))
+        return stack
+
+    def prepare(self, case, q, k, v):
+        from torch.nn.functional import scaled_dot_product_attention
+
+        _only_square(case)
+        q, k, v = map(to_torch, (q, k, v))
+        keywords = {"is_causal": case.mask == "causal"} | ({"enable_gqa": True} if case.heads != case.key_heads else {})
+        return lambda: scaled_dot_product_attention(q, k, v, **keywords)
+
+
+class Naive(Contender):
+    """Two products and a softmax in place, in the arrays' own library and dtype."""
+
+    name = "naive"
+
+    def prepare(self, case, q, k, v):
+        _only_square(case)
+        if case.heads != case.key_heads:
+            raise Unfit("one key head a query head only")
+        if isinstance(q, np.ndarray):
+            xp = np
+        else:
+            import cupy as xp
+
+        scale = q.dtype.type(1 / np.sqrt(case.head_dim))
+        bias = None
+        if case.mask == "causal":
+            bias = xp.where(xp.tri(case.queries, case.length, dtype=bool), 0, -xp.inf).astype(q.dtype)
+        keys = k.swapaxes(-2, -1)
+
+        def naive():
+            scores = xp.matmul(q, keys)
+            scores *= scale
+            if bias is not None:
+                scores += bias
+            scores -= scores.max(axis=-1, keepdims=True)
+            xp.exp(scores, out=scores)
+            scores /= scores.sum(axis=-1, keepdims=True)
+            return xp.matmul(scores, v)
+
+        return naive
+
+
+def _only_square(case):
+    if case.what != "forward":
+        raise Unfit(f"does not compute {case.what}")
+    if case.window is not None or case.mask == "window":
+        raise Unfit("no windows")
+    if case.mask == "causal" and case.queries != case.length:
+        raise Unfit("causal with as many queries as keys only")
+
+
+def found():
+    """All contenders by name, private ones included; those that are named alike come from the last file."""
+    known = [
+        Torch("fa2", "FLASH_ATTENTION"),
+        Torch("cudnn", "CUDNN_ATTENTION"),
+        Torch("efficient", "EFFICIENT_ATTENTION"),
+        Torch("math", "MATH"),
+        Naive(),
+    ]
+    folder = os.environ.get("CUFLASH_CONTENDERS")
+    for path in sorted(Path(folder).glob("*.py")) if folder else []:
+        spec = importlib.util.spec_from_file_location(f"contenders_{path.stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # a private file's own trouble is not ours
+            print(f"contenders: {path.name} left out: {type(error).__name__}: {error}")
+            continue
+        known += module.contenders() if hasattr(module, "contenders") else []
+    return {contender.name: contender for contender in known}
+
+
+def ready(names):
+    """The contenders of these names that can run here; the reason of each other one is printed."""
+    known, chosen = found(), {}
+    for name in names:
+        reason = known[name].missing() if name in known else "not known"
+        if reason is None:
+            chosen[name] = known[name]
+        else:
+            print(f"contenders: {name} left out: {reason}")
+    return chosen

@@ -1,0 +1,155 @@
+"""What the parts of ``.ci/gpu`` share (plans, arrays on the device), compilation ahead, and the part that tests.
+
+    python bench/gpu.py compile                  # every variant of this GPU, in parallel, into CuPy's disk cache
+    python bench/gpu.py tests --json FILE        # the test-suite with a GPU required; counts into the record
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+import record
+
+from cuflash import _compile, _launch, _plan, _problem, bounds
+from cuflash._dtypes import ELEMENTS
+
+DEFAULTS = {"scale": None, "causal": False, "window": None, "return_lse": False, "out": None, "engine": None}
+
+
+def limits():
+    """What device 0 can do."""
+    return _launch.limits(0)
+
+
+def steps_of(function, *arrays, engine=None, **keywords):
+    """Launches of a call by a GPU engine; its arrays may lie on the host, since only their layout matters."""
+    problem = getattr(_problem, function)(*arrays, **(DEFAULTS | keywords))
+    return _plan.plan(replace(problem, library="cupy", engine=engine), limits()).steps
+
+
+def variant_of(function, *arrays, **keywords):
+    """Name of the first kernel a call launches; None on the CPU."""
+    if keywords.get("engine") == "numpy":
+        return None
+    return next((step.variant.name for step in steps_of(function, *arrays, **keywords)), None)
+
+
+def path_of(dtype, engine):
+    """The arithmetic path whose roundings ``cuflash.bounds`` is to allow for."""
+    return f"{engine} {dtype}"
+
+
+def bounded(q, k, v, *, engine, scale=None, causal=False, window=None, rows=None):
+    """The float64 answer for host arrays and the bound of an engine's error."""
+    path = path_of(q.dtype.name, engine)
+    return bounds.forward(q, k, v, scale=scale, causal=causal, window=window, path=path, rows=rows)
+
+
+def over_bound(actual, wanted, bound):
+    """Worst error over bound: 0 where the two are equal, -inf and -inf too; NaN where the error is."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        actual = actual.astype(np.float64)
+        error = np.where(actual == wanted, 0, np.abs(actual - wanted))
+        return float(np.max(np.where(error == 0, 0, error / bound), initial=0))
+
+
+def to_device(array):
+    """A contiguous NumPy array on the GPU; bfloat16 moves as integers."""
+    import cupy
+
+    if array.dtype == ELEMENTS["bfloat16"].dtype:
+        return cupy.asarray(array.view(np.uint16)).view(array.dtype)
+    return cupy.asarray(array)
+
+
+# Compilation ahead ----------------------------------------------------------------------------------------------
+
+
+def _compile_one(variant):
+    begin = time.perf_counter()
+    try:
+        _compile.load(variant, 0)
+    except Exception as error:  # reported by name; the others go on
+        return variant.name, time.perf_counter() - begin, f"{type(error).__name__}: {error}"
+    return variant.name, time.perf_counter() - begin, None
+
+
+def compile_all(workers=None):
+    """Compile every variant for device 0 into CuPy's disk cache, in parallel; the names of those that failed."""
+    begin, chosen, failed, slowest = time.perf_counter(), _plan.variants(limits()), [], ("", 0.0)
+    with ProcessPoolExecutor(workers or min(os.cpu_count(), 16), mp_context=get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(_compile_one, variant) for variant in chosen]):
+            name, seconds, error = done.result()
+            slowest = max(slowest, (name, seconds), key=lambda pair: pair[1])
+            if error:
+                failed.append(name)
+                print(f"compile: {name} FAILED: {error}", flush=True)
+    seconds = time.perf_counter() - begin
+    print(f"compile: {len(chosen)} variants in {seconds:.0f} s, {len(failed)} failed, slowest {slowest}")
+    return failed
+
+
+# Tests ----------------------------------------------------------------------------------------------------------
+
+
+def count_tests(xml):
+    """Counts {passed, failed, skipped} of a JUnit file; an error counts as a failure."""
+    total = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
+    for suite in ElementTree.parse(xml).getroot().iter("testsuite"):
+        for name in total:
+            total[name] += int(suite.get(name, 0))
+    failed = total["failures"] + total["errors"]
+    return {"passed": total["tests"] - failed - total["skipped"], "failed": failed, "skipped": total["skipped"]}
+
+
+def run_tests(json, seconds):
+    """Run the test-suite; its counts go into the record whatever happened. 0 where all is well."""
+    with tempfile.TemporaryDirectory() as folder:
+        xml = Path(folder) / "tests.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-ra", "--durations=10", f"--junitxml={xml}"]
+        child = subprocess.Popen(command, cwd=record.ROOT, env=os.environ | {"CUFLASH_REQUIRE_GPU": "1"})
+        try:
+            code = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGINT)  # pytest writes its file when interrupted
+            try:
+                child.wait(30)
+            except subprocess.TimeoutExpired:
+                child.kill()
+            code = 124
+        counts = count_tests(xml) if xml.is_file() else {"passed": 0, "failed": 0, "skipped": 0}
+    if code and not counts["failed"]:
+        counts["failed"] = 1  # a collection error, a crash or the time limit
+    print(f"tests: {counts}, exit {code}")
+    if json:
+        record.add(json, "tests", record.stamped(counts))
+    return int(bool(code))
+
+
+def main(argv=None):
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=("compile", "tests"))
+    parser.add_argument("--json", metavar="FILE", help="record to write to")
+    parser.add_argument("--seconds", type=float, default=480)
+    options = parser.parse_args(argv)
+    if options.part == "compile":
+        return int(bool(compile_all()))
+    return run_tests(options.json, options.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""Time cuflash beside its contenders: one aligned line a case, the answer checked first on the very arrays timed.
+
+    python bench/run.py                                     # forward, bfloat16, the twelve standard cells
+    python bench/run.py --head-dim 128 --length 8192 --mask causal --contenders fa2,cudnn --quick
+    python bench/run.py --engine numpy --dtype float32 --head-dim 64 --length 4096 --tokens 4096 --width 512 \\
+        --mask full --contenders naive
+    python bench/run.py host                                # host time of a cached forward call, and where it goes
+
+A cell has ``tokens`` rows in all (batch x length) and heads x head_dim = ``width``; arrays lie as (batch, length,
+heads, head_dim), seen with swapped axes. ``--json FILE`` merges the rows into a record (``record.py``).
+"""
+
+import argparse
+import csv
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+import contenders
+import gpu
+import record
+import timing
+
+import cuflash
+
+CHECKED_ROWS = 64  # a head
+LOOSE = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 5e-3, "float64": 1e-6}  # a contender's distance from ours
+
+
+def parse(argv=None):
+    """Options of the command line, lists split."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="?", default="forward", choices=("forward", "host"))
+    parser.add_argument("--engine", default="portable")
+    parser.add_argument("--dtype", default="bfloat16", help="one or more, by commas; so are the next three")
+    parser.add_argument("--head-dim", default="64,128,256")
+    parser.add_argument("--length", default="2048,8192")
+    parser.add_argument("--mask", default="full,causal")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--width", type=int, default=2048, help="heads x head_dim")
+    parser.add_argument("--contenders", default="fa2,cudnn", help="names by commas; '' for none")
+    parser.add_argument("--rival", help="the contender the cases are judged against; default the first")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--launches", type=int, help="a round; default 20, on the CPU 1")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 5 launches")
+    parser.add_argument("--warm", action="store_true", help="leave the L2 cache as it is, for all alike")
+    parser.add_argument("--json", metavar="FILE", help="record to merge the rows into")
+    parser.add_argument("--csv", metavar="FILE", help="table to write")
+    options = parser.parse_args(argv)
+    for name in ("dtype", "mask", "contenders"):
+        setattr(options, name, [part for part in getattr(options, name).split(",") if part])
+    for name in ("head_dim", "length"):
+        setattr(options, name, [int(part) for part in getattr(options, name).split(",")])
+    options.launches = options.launches or (1 if options.engine == "numpy" else 20)
+    if options.quick:
+        options.rounds, options.launches = 2, min(5, options.launches)
+    return options
+
+
+def cells(options):
+    """The cases the options ask for."""
+    for dtype in options.dtype:
+        for head_dim in options.head_dim:
+            for mask in options.mask:
+                for length in options.length:
+                    heads = options.width // head_dim
+                    yield record.Case(
+                        what="forward", engine=options.engine, dtype=dtype, head_dim=head_dim, value_dim=head_dim,
+                        mask=mask, queries=length, length=length, batch=max(1, options.tokens // length),
+                        heads=heads, key_heads=heads,
+                    )  # fmt: skip
+
+
+class Inputs:
+    """q, k, v of a case: random normal numbers drawn once a dtype, on the host and where the engine wants them."""
+
+    def __init__(self, on_gpu):
+        self.on_gpu, self.drawn = on_gpu, {}
+
+    def __call__(self, case):
+        """Host arrays and engine arrays, each three of (batch, heads, length, dim)."""
+        shape = (case.batch, case.length, case.heads, case.head_dim)
+        key = case.dtype, math.prod(shape)
+        if key not in self.drawn:
+            self.drawn = {key: self._draw(*key)}
+        return tuple([x.reshape(shape).swapaxes(1, 2) for x in arrays] for arrays in self.drawn[key])
+
+    def _draw(self, dtype, size):
+        rng = np.random.default_rng(2205)
+        host = [rng.standard_normal(size, dtype=np.float32) for _ in range(3)]
+        host = [x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype) for x in host]
+        return host, [gpu.to_device(x) for x in host] if self.on_gpu else host
+
+
+def some_heads(case):
+    """A few (batch, head) pairs: the first, the last, one between."""
+    return sorted({(0, 0), (case.batch - 1, case.heads - 1), (case.batch // 2, case.heads // 3)})
+
+
+def error_over_bound(case, host, out):
+    """Worst error over bound of out on random rows of some heads; NaN where out has one."""
+    q, k, v = host
+    rows = np.sort(np.random.default_rng(7).choice(case.queries, min(CHECKED_ROWS, case.queries), replace=False))
+    found = []
+    for b, h in some_heads(case):
+        key_head = h * case.key_heads // case.heads
+        wanted = gpu.bounded(q[b, h], k[b, key_head], v[b, key_head], engine=case.engine, rows=rows, **case.keywords)
+        found.append(gpu.over_bound(contenders.to_host(out[b, h])[rows], wanted.out, wanted.out_bound))
+    return float(np.max(found))
+
+
+def distance(case, ours, theirs):
+    """Relative distance of two answers on some heads."""
+    found = []
+    for b, h in some_heads(case):
+        our, their = (contenders.to_host(x[b, h]).astype(np.float64) for x in (ours, theirs))
+        found.append(np.linalg.norm(their - our) / np.linalg.norm(our))
+    return float(np.max(found))
+
+
+def measure(case, options, inputs, rivals, timer):
+    """Check and time a case: its row. Raises ArithmeticError where our answer is outside the bound."""
+    host, (q, k, v) = inputs(case)
+    library = "cupy" if inputs.on_gpu else "numpy"
+    keywords = case.keywords | {"engine": case.engine}
+
+    def ours():
+        return cuflash.forward(q, k, v, **keywords)
+
+    if library == "numpy":
+        ours()  # imports and thread pools are not the call's memory; on a GPU a kept workspace would be
+    extra, out = timing.extra_bytes(ours, library)
+    error = error_over_bound(case, host, out)
+    if not error <= 1:
+        raise ArithmeticError(f"error over bound is {error}")
+    calls, scopes, extras = {"ours": ours}, {}, {}
+    for name, contender in rivals.items():
+        try:
+            call = contender.prepare(case, q, k, v)
+            with contender.scope():
+                extras[name], theirs = timing.extra_bytes(call, library) if name == "naive" else (None, call())
+            far = distance(case, out, theirs)
+            if not far <= LOOSE[case.dtype]:
+                raise contenders.Unfit(f"its answer is {far:.3g} from ours")
+        except Exception as error_theirs:  # a contender fails in ways of its own; the case goes on without it
+            print(f"  {name} left out: {type(error_theirs).__name__}: {str(error_theirs).splitlines()[:1]}")
+            continue
+        calls[name], scopes[name] = call, contender.scope
+        del theirs
+    del out
+    rounds = timing.interleave(
+        timer, calls, rounds=options.rounds, launches=options.launches, warmup=3 if inputs.on_gpu else 0, scopes=scopes
+    )
+    ms = statistics.median(rounds["ours"])
+    theirs = {name: rounds.get(name) for name in rivals}
+    return record.case_row(
+        case,
+        variant=gpu.variant_of("forward", q, k, v, **keywords),
+        ms=ms,
+        spread=timing.spread(rounds["ours"]),
+        tflops=case.flops / ms / 1e9,
+        extra_bytes=extra,
+        error_over_bound=error,
+        contenders={name: figures and statistics.median(figures) for name, figures in theirs.items()},
+        rival=options.rival or next(iter(options.contenders), None),
+        ratios={name: figures and timing.ratio(rounds["ours"], figures) for name, figures in theirs.items()},
+        rounds=rounds,
+        launches=options.launches,
+        contender_bytes={name: held for name, held in extras.items() if held is not None},
+        cold=inputs.on_gpu and not options.warm,
+    )
+
+
+def line(row):
+    """A row as one aligned line."""
+    name = row["variant"] or f"{row['what']} {row['engine']} {row['dtype']} d{row['head_dim']} {row['mask']}"
+    text = f"{name:<48} B{row['batch']:<3} H{row['heads']:<3} L{row['length']:<6} {row['ms']:9.3f} ms "
+    text += f"±{row['spread']:5.1%} {row['tflops']:8.4g} TFLOP/s  error/bound {row['error_over_bound']:.3f}"
+    text += f"  extra {row['extra_bytes'] / 1e6:.1f} MB"
+    for contender, ms in row["contenders"].items():
+        text += f"  {contender} {ms:9.3f} ms {row['ratios'][contender]:6.3f}x" if ms else f"  {contender} -"
+    return text
+
+
+def summary(rows):
+    """Geometric mean and worst cell of the ratio to each contender, one line each."""
+    lines = []
+    for name in dict.fromkeys(name for row in rows for name in row["ratios"]):
+        ratios = [(row["ratios"][name], row) for row in rows if row["ratios"].get(name)]
+        if ratios:
+            worst, row = min(ratios, key=lambda pair: pair[0])
+            mean = statistics.geometric_mean([value for value, _ in ratios])
+            where = f"d{row['head_dim']} L{row['length']} {row['mask']} {row['dtype']}"
+            lines.append(f"{name} / ours: geometric mean {mean:.3f} of {len(ratios)}, worst {worst:.3f} at {where}")
+    return lines
+
+
+def host_row(options, rivals, count=10_000):
+    """Host time of a cached forward call on a tiny problem, of its parts, and of the contenders' calls."""
+    import cupy
+
+    case = record.Case("forward", options.engine, "bfloat16", 64, 64, "full", 128, 128, 1, 8, 8)
+    _, (q, k, v) = Inputs(True)(case)
+    out = cuflash.forward(q, k, v, engine=options.engine)
+    empty = cupy.RawKernel('struct Args { char bytes[256]; };\nextern "C" __global__ void empty(Args args) {}', "empty")
+    packed = (np.zeros(1, np.dtype([("bytes", np.uint8, 256)]))[0],)
+
+    def time(call):
+        return timing.host_us(call, count=count, synchronize=cupy.cuda.get_current_stream().synchronize)
+
+    us = time(lambda: cuflash.forward(q, k, v, engine=options.engine))
+    with_out = time(lambda: cuflash.forward(q, k, v, out=out, engine=options.engine))
+    launch = time(lambda: empty((1,), (32,), packed))
+    one_array = time(lambda: cupy.empty(out.shape, out.dtype))
+    parts = {"launch": launch, "cupy_empty": one_array, "rest": us - launch - one_array, "with_out": with_out}
+    theirs = {}
+    for name, contender in rivals.items():
+        try:
+            call = contender.prepare(case, q, k, v)
+            with contender.scope():
+                theirs[name] = time(call)
+        except Exception as error:  # as in measure()
+            print(f"  {name} left out: {type(error).__name__}: {str(error).splitlines()[:1]}")
+    return {"what": "forward", "engine": options.engine, "us": us, "parts": parts, "contenders": theirs}
+
+
+def main(argv=None):
+    """Run the command line; 0 where every answer was inside its bound."""
+    options = parse(argv)
+    rivals = contenders.ready(options.contenders)
+    if options.what == "host":
+        row = record.stamped(host_row(options, rivals))
+        parts = ", ".join(f"{name} {us:.1f}" for name, us in (row["parts"] | row["contenders"]).items())
+        print(f"host time of forward on {record.device()}: {row['us']:.1f} us a call ({parts})")
+        if options.json:
+            record.add(options.json, "host", [row])
+        return 0
+    on_gpu = options.engine != "numpy"
+    inputs, timer = Inputs(on_gpu), timing.EventTimer(cold=not options.warm) if on_gpu else timing.WallTimer()
+    print(f"{record.device()}: {options.rounds} rounds of {options.launches} launches")
+    rows, failed = [], 0
+    for case in cells(options):
+        try:
+            row = record.stamped(measure(case, options, inputs, rivals, timer))
+        except Exception as error:  # one bad case must not cost the figures of the others
+            failed += 1
+            print(f"FAILED {case}: {type(error).__name__}: {error}", flush=True)
+            continue
+        rows.append(row)
+        print(line(row), flush=True)
+        if options.json:
+            record.add(options.json, "cases", [row])
+    print(*summary(rows), sep="\n")
+    if options.csv and rows:
+        with open(options.csv, "w", newline="") as file:
+            table = csv.DictWriter(file, rows[0])
+            table.writeheader()
+            table.writerows(rows)
+    return 1 if failed or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Run the kernels under compute-sanitizer: memcheck, racecheck, synccheck. Errors go into the record.
+
+    python bench/sanitize.py --json FILE         # a planted fault first, then every kernel by every tool
+    python bench/sanitize.py plant               # what runs inside: a kernel that writes past an allocation
+    python bench/sanitize.py forward             # and every variant of a kernel on small problems
+
+CuPy's memory pool is off inside, for the tools cannot see allocations in it. Each kernel has a process of its own, so
+the errors a tool counts there are that kernel's. The kernels are compiled beforehand (``gpu.py compile``).
+"""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import gpu
+import numpy as np
+import record
+
+import cuflash
+from cuflash import _plan
+from cuflash._dtypes import ELEMENTS
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+DONE = "sanitized: "  # begins the line that says what ran
+
+
+# Inside ---------------------------------------------------------------------------------------------------------
+
+
+def plant():
+    """A kernel that writes one float past its array of 64."""
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+    fault = cupy.RawKernel('extern "C" __global__ void fault(float* x, int at) { x[at] = 1.0f; }', "fault")
+    room = cupy.empty(64, np.float32)
+    fault((1,), (1,), (room, np.int32(64)))
+    cupy.cuda.get_current_stream().synchronize()
+
+
+def dims_of(variant, exact):
+    """head_dim and value_dim that are padded to the variant's; a little less than them where not ``exact``."""
+    return (variant.head_dim, variant.value_dim) if exact else (variant.head_dim - 8, variant.value_dim - 7)
+
+
+def problems_of(variant):
+    """Two small problems that run a variant, the second with rows that see no key: (shapes of q, k, v, keywords)."""
+    long, short = 3 * variant.tile_k + 9, variant.tile_k // 2 + 1
+    for exact, heads, queries, keys in ((True, 2, variant.tile_q + 5, long), (False, 4, long, short)):
+        head_dim, value_dim = dims_of(variant, exact)
+        keywords = {"full": {}, "causal": {"causal": True}, "window": {"window": (keys // 3, 5)}}[variant.mask]
+        yield (1, heads, queries, head_dim), (1, 2, keys, head_dim), (1, 2, keys, value_dim), keywords
+
+
+def sweep(kernel, seconds):
+    """Run every variant of a kernel in random order until the time is over; print what ran."""
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+    begin, launches, names = time.monotonic(), 0, set()
+    chosen = [variant for variant in _plan.variants(gpu.limits()) if variant.kernel == kernel]
+    random.Random(0).shuffle(chosen)
+    rng = np.random.default_rng(0)
+    for variant in chosen:
+        if time.monotonic() - begin > seconds:
+            break
+        for *shapes, keywords in problems_of(variant):
+            host = [rng.standard_normal(shape).astype(ELEMENTS[variant.element].dtype) for shape in shapes]
+            host[2][..., -1, :] = np.inf  # a value most rows do not see: the careful path
+            steps = gpu.steps_of("forward", *host, **keywords)
+            arrays = [gpu.to_device(x) for x in host]
+            cuflash.forward(*arrays, return_lse=True, engine="portable", **keywords)
+            cupy.cuda.get_current_stream().synchronize()
+            launches += len(steps)
+            names.update(step.variant.name for step in steps)
+    print(DONE + json.dumps({"launches": launches, "variants": len(names), "of": len(chosen)}), flush=True)
+
+
+# Outside --------------------------------------------------------------------------------------------------------
+
+
+def errors_in(log):
+    """Errors a tool counted, summed over the processes it watched; None where no summary is there."""
+    found = re.findall(r"ERROR SUMMARY: (\d+) error", log) + re.findall(r"RACECHECK SUMMARY:.*\((\d+) error", log)
+    return sum(map(int, found)) if found else None
+
+
+def warnings_in(log):
+    """Warnings racecheck counted."""
+    return sum(map(int, re.findall(r"RACECHECK SUMMARY:.*, (\d+) warning", log)))
+
+
+def watched(tool, inside, seconds):
+    """Run this file under a tool: its whole output."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    command = [program, "--tool", tool, "--target-processes", "all"]
+    command += ["--report-api-errors", "no"] if tool == "memcheck" else []  # CuPy asks for symbols that may be missing
+    command += [sys.executable, __file__, inside, "--seconds", str(seconds)]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
+            timeout=seconds + 90,
+        )  # fmt: skip
+        log = done.stdout + f"\nexit {done.returncode}\n"
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or ""  # bytes, in spite of text=True
+        log = (said if isinstance(said, str) else said.decode(errors="replace")) + "\nexit by time limit\n"
+    except OSError as error:
+        log = f"{error}\n"
+    return log
+
+
+def row_of(tool, kernel, log):
+    """Row of the record for one run, and whether all is well. A run that broke off counts as an error."""
+    errors = errors_in(log)
+    said = re.search(re.escape(DONE) + r"(\{.*\})", log)
+    facts = json.loads(said[1]) if said else {"launches": 0, "variants": 0, "of": None}
+    broke = errors is None or not said or facts["launches"] == 0
+    row = {"tool": tool, "kernel": kernel, "launches": facts["launches"], "errors": max(errors or 0, int(broke))}
+    return row | {"warnings": warnings_in(log), "variants": facts["variants"], "of": facts["of"]}, not row["errors"]
+
+
+def drive(path, tools, seconds):
+    """A planted fault, then every kernel by every tool, side by side. 0 where all is well."""
+    planted = watched("memcheck", "plant", 60)
+    if not errors_in(planted):
+        print(f"sanitizers: memcheck did not find the planted fault:\n{planted[-3000:]}")
+        return 1
+    print(f"sanitizers: memcheck found the planted fault ({errors_in(planted)} errors)", flush=True)
+    kernels = dict.fromkeys(variant.kernel for variant in _plan.variants(gpu.limits()))
+    jobs = [(tool, kernel) for tool in tools for kernel in kernels]
+
+    def run(job):
+        log = watched(*job, seconds)
+        row, well = row_of(*job, log)
+        return record.stamped(row), well, log
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        done = list(pool.map(run, jobs))
+    for row, well, log in done:
+        facts = "{tool} {kernel}: {launches} launches, {variants}/{of} variants, {errors} errors".format(**row)
+        print(f"sanitizers: {facts}, {row['warnings']} warnings")
+        if not well:
+            print(log[-3000:])
+    if path:
+        record.add(path, "sanitizer", [row for row, _, _ in done])
+    return int(not all(well for _, well, _ in done))
+
+
+def main(argv=None):
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("inside", nargs="?", help="plant, or the name of a kernel")
+    parser.add_argument("--json", metavar="FILE", help="record to merge the rows into")
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--seconds", type=float, default=240, help="a run")
+    options = parser.parse_args(argv)
+    if options.inside is None:
+        return drive(options.json, options.tools.split(","), options.seconds)
+    plant() if options.inside == "plant" else sweep(options.inside, options.seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""Exact attention for CuPy and NumPy arrays, its kernels compiled on first use."""
+
+from . import bounds, reference
+from ._api import backward, decode, explain, forward, merge
+from ._compile import CompileError
+
+__version__ = "0.1.0"
+__all__ = [
+    "CompileError", "backward", "bounds", "decode", "explain", "forward", "merge", "reference", "testing",
+]  # fmt: skip
+
+
+def __getattr__(name):
+    if name == "testing":  # needs hypothesis, so only when asked for
+        from importlib import import_module
+
+        return import_module(".testing", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

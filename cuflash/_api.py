@@ -1,0 +1,236 @@
+"""The public functions. Their docstrings are the manual; their work is in ``_launch``."""
+
+from . import _launch
+
+
+def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, engine=None):
+    """Exact attention, ``softmax(scale * q @ k.mT) @ v``, without storing the scores.
+
+    Parameters
+    ----------
+    q : array, shape (..., heads, queries, head_dim)
+        CuPy or NumPy array of float16, bfloat16 (``ml_dtypes``), float32 or float64, with any strides. Leading axes
+        broadcast as in ``matmul``; a missing head axis is one head, so ``(queries, head_dim)`` will do. An array
+        ``x`` of shape (batch, length, heads, head_dim) is passed as ``x.swapaxes(-3, -2)`` at no cost.
+    k : array, shape (..., key_heads, keys, head_dim)
+        Of q's dtype. ``key_heads`` divides ``heads``; query head h reads key head ``h // (heads // key_heads)``.
+    v : array, shape (..., key_heads, keys, value_dim)
+        Of q's dtype.
+    scale : float, optional
+        Factor on the products; any finite number. Default ``1 / sqrt(head_dim)``.
+    causal : bool or {"bottom-right", "top-left"}, default False
+        With ``offset = keys - queries`` (True, "bottom-right") or 0 ("top-left"), row i sees keys ``j <= i + offset``.
+        For 2 queries and 4 keys::
+
+            True, "bottom-right"      "top-left"
+            1 1 1 0                   1 0 0 0
+            1 1 1 1                   1 1 0 0
+    window : (left, right), optional
+        Row i sees keys ``i + offset - left <= j <= i + offset + right`` only, both ends included; None is unlimited.
+        ``causal`` then cuts ``right`` down to 0. The offset is bottom-right's unless ``causal="top-left"``.
+    return_lse : bool, default False
+        Return also the natural logarithm of the sum of exponentials.
+    out : array, optional
+        Array for the result, exactly of its shape and dtype, with any strides, sharing no element with an input.
+    engine : {None, "numpy", "portable"}, optional
+        The engine to run on. None chooses; `explain` tells what and why.
+
+    Returns
+    -------
+    out : array, shape (..., heads, queries, value_dim)
+        Of q's library, dtype and order of axes. A row that sees no key is 0.
+    lse : array, shape (..., heads, queries), float32 (float64 for float64)
+        Only with ``return_lse``: ``log(sum(exp(scale * q @ k.mT)))`` over the keys a row sees; -inf where it sees none.
+
+    Raises
+    ------
+    TypeError
+        For dtypes that are not supported or not alike, mixed libraries, and what is not an array.
+    ValueError
+        For shapes that do not fit, keywords outside their range, and an ``out`` that cannot be written.
+    CompileError
+        Where a kernel does not compile.
+
+    Notes
+    -----
+    Runs on the current stream of the arrays' device and does not wait for it. The same inputs on the same GPU give the
+    same bits, whatever else is in the batch. Keys that a row does not see may hold anything, NaN too.
+    The error is inside the bound of `cuflash.bounds`. The method is FlashAttention-2 [1]_ on the online softmax [2]_.
+
+    References
+    ----------
+    .. [1] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023.
+    .. [2] M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.eye(3, dtype=np.float32)
+    >>> cuflash.forward(q, k, v, scale=0, causal=True).round(3)
+    array([[1.   , 0.   , 0.   ],
+           [0.5  , 0.5  , 0.   ],
+           [0.333, 0.333, 0.333]], dtype=float32)
+    """
+    return _launch.forward(q, k, v, scale, causal, window, return_lse, out, engine)
+
+
+def backward(
+    dout, q, k, v, out, lse, *, scale=None, causal=False, window=None, dlse=None, grads=None, engine=None
+):  # fmt: skip
+    """Gradients of `forward`. Runs on NumPy arrays; there is no GPU kernel yet.
+
+    With ``P = exp(scale * q @ k.mT - lse)`` and ``dS = P * (dout @ v.mT - sum(dout * out, -1) + dlse)``::
+
+        dv = P.mT @ dout      dq = scale * dS @ k      dk = scale * dS.mT @ q
+
+    P is made again from q, k and lse, tile by tile, and never stored [1]_.
+
+    Parameters
+    ----------
+    dout : array, shape (..., heads, queries, value_dim)
+        Gradient of out, of its dtype, with any strides.
+    q, k, v : arrays
+        The inputs of `forward`.
+    out, lse : arrays
+        What `forward` returned for them with ``return_lse=True``, under the same keywords.
+    scale, causal, window, engine
+        As in `forward`.
+    dlse : array, shape (..., heads, queries), optional
+        Gradient of lse, of its dtype.
+    grads : (dq, dk, dv), optional
+        Arrays for the results.
+
+    Returns
+    -------
+    dq, dk, dv : arrays
+        Of the shape, dtype and order of axes of q, k and v. Axes that broadcasting stretched, and the query heads of a
+        group, are summed. Rows that see no key, and keys no row sees, have gradient 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `forward`.
+    NotImplementedError
+        For CuPy arrays.
+
+    References
+    ----------
+    .. [1] T. Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", 2022.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = k = v = np.eye(2, dtype=np.float32)
+    >>> out, lse = cuflash.forward(q, k, v, scale=0, return_lse=True)
+    >>> cuflash.backward(np.ones_like(out), q, k, v, out, lse, scale=0)[2]
+    array([[1., 1.],
+           [1., 1.]], dtype=float32)
+    """
+    return _launch.backward(dout, q, k, v, out, lse, scale, causal, window, dlse, grads, engine)
+
+
+def decode(
+    q, k_cache, v_cache, *, lengths=None, page_table=None, scale=None, causal=True, window=None, return_lse=False,
+    out=None, engine=None,
+):  # fmt: skip
+    """Attention of each sequence's newest rows against its cache. Runs on NumPy arrays; there is no GPU kernel yet.
+
+    Parameters
+    ----------
+    q : array, shape (sequences, heads, queries, head_dim)
+        The last ``queries`` positions of each sequence.
+    k_cache : array, shape (sequences, key_heads, capacity, head_dim)
+        Keys, those of the rows of q included. With ``page_table``, shape (pages, key_heads, page_size, head_dim).
+    v_cache : array, shape (sequences, key_heads, capacity, value_dim)
+        Values, likewise.
+    lengths : array of int, shape (sequences,), optional
+        Keys of each sequence; what the cache holds beyond is not read. Default: all of them.
+    page_table : array of int, shape (sequences, most pages), optional
+        Page n of a sequence holds its keys from ``n * page_size``. Entries past a length are not looked at.
+    causal : default True
+        As in `forward`, bottom-right against each sequence's own length.
+    scale, window, return_lse, out, engine
+        As in `forward`.
+
+    Returns
+    -------
+    out : array, shape (sequences, heads, queries, value_dim)
+    lse : array, shape (sequences, heads, queries)
+        Only with ``return_lse``. A sequence of length 0 has out 0 and lse -inf.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `forward`; also for lengths beyond the cache and pages that do not exist.
+    NotImplementedError
+        For CuPy arrays.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> cache = np.ones((2, 1, 8, 4), np.float32)
+    >>> cuflash.decode(cache[:, :, :1], cache, cache, lengths=np.array([3, 0])).squeeze()
+    array([[1., 1., 1., 1.],
+           [0., 0., 0., 0.]], dtype=float32)
+    """
+    return _launch.decode(
+        q, k_cache, v_cache, lengths, page_table, scale, causal, window, return_lse, out, engine
+    )  # fmt: skip
+
+
+def merge(outs, lses):
+    """Join attention over disjoint sets of keys into attention over all of them.
+
+    ``lse = log(sum(exp(lses)))`` and ``out = sum(exp(lses - lse) * outs)``. A part whose lse is -inf is ignored,
+    whatever its out holds.
+
+    Parameters
+    ----------
+    outs : sequence of arrays, each of shape (..., queries, value_dim)
+        Partial results, as `forward` and `decode` return them; or one array with the parts along its first axis.
+    lses : sequence of arrays, each of shape (..., queries)
+        Their lse.
+
+    Returns
+    -------
+    out, lse : arrays
+        Of the shape and dtype of a part.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where the parts do not fit together.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> out, lse = cuflash.merge([np.zeros((1, 2)), np.ones((1, 2))], [np.zeros(1), np.zeros(1)])
+    >>> out
+    array([[0.5, 0.5]])
+    """
+    return _launch.merge(outs, lses)
+
+
+def explain(function, *arrays, **keywords):
+    """The plan of a call: what would run, and why, without running it.
+
+    Parameters
+    ----------
+    function : {"forward"}
+        Name of the function, or the function.
+    *arrays, **keywords
+        What it would be called with.
+
+    Returns
+    -------
+    Plan
+        Prints itself in a line; ``engine`` and ``reason`` are fields.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.zeros((128, 64), np.float32)
+    >>> print(cuflash.explain("forward", x, x, x))
+    numpy (the arrays are NumPy's): no launch
+    """
+    return _launch.explain(getattr(function, "__name__", function), arrays, keywords)

@@ -1,0 +1,71 @@
+"""Compile: a variant's text to a kernel. All that is to be known about RawModule, NVRTC and CuPy's quirks is here.
+
+Two doors: ``load`` compiles and loads for a device; ``check`` compiles for any architecture where no driver is.
+"""
+
+import threading
+
+# CuPy appends -ftz=true and the device's -arch to these; its disk cache is keyed by options, text and NVRTC's version.
+_OPTIONS = ("-std=c++17",)
+
+_kernels = {}
+_lock = threading.Lock()
+
+
+class CompileError(RuntimeError):
+    """A kernel did not compile. The message holds the variant's name and the compiler's log."""
+
+    def __init__(self, variant, log):
+        super().__init__(f"cuflash: {variant.name} did not compile; this is a defect of cuflash. The log:\n{log}")
+
+
+def load(variant, device):
+    """The compiled kernel of a variant on a device, once a device and process.
+
+    Function attributes belong to a loaded module and so to a device: the kernel is made while it is current.
+    """
+    key = (variant, device)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        import cupy
+        from cupy.cuda.compiler import CompileException
+
+        with _lock, cupy.cuda.Device(device):
+            if key in _kernels:
+                return _kernels[key]
+            module = cupy.RawModule(code=variant.text(), options=_OPTIONS)
+            try:
+                kernel = module.get_function(variant.entry)
+            except CompileException as error:
+                raise CompileError(variant, error.get_message()) from None
+            kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
+            _kernels[key] = kernel
+    return kernel
+
+
+def check(variant, arch):
+    """Compile for an architecture such as 80 or 90 and return the compiler's whole log, registers and spills included.
+
+    Raises
+    ------
+    CompileError
+        Where it does not compile.
+    """
+    from cupy.cuda import nvrtc
+
+    options = (*_OPTIONS, "-ftz=true", f"-arch=sm_{arch}", "--ptxas-options=-v")
+    program = nvrtc.createProgram(variant.text(), f"{variant.name}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        return nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError:
+        raise CompileError(variant, nvrtc.getProgramLog(program)) from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def nvrtc_version():
+    """Version of the compiler CuPy uses, such as (13, 0)."""
+    from cupy.cuda import nvrtc
+
+    return nvrtc.getVersion()

@@ -1,0 +1,472 @@
+"""Validate: arrays and keywords in, a ``Problem`` out. Every complaint about an argument is raised here.
+
+A ``Problem`` says what is to be computed and how the operands lie in memory. It holds no pointer and knows nothing
+of what a device can do, so it can be made, printed and planned where no GPU is.
+"""
+
+import math
+import numbers
+import sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from . import _masks
+from ._dtypes import ELEMENTS
+
+ENGINES = ("numpy", "portable")
+LONGEST = 10**9  # rows or keys of one head: a row index plus a mask's shift fits 32 bits
+WIDEST = 256  # head_dim and value_dim of the GPU engines
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How one array lies in memory, seen along the canonical axes ``(*batch, heads, length, dim)``.
+
+    Strides are in bytes and 0 where the array is broadcast; ``aligned`` says that the base is a multiple of 16 bytes.
+    """
+
+    shape: tuple
+    strides: tuple
+    aligned: bool
+
+    @property
+    def order(self):
+        """The axes but the last, outermost first: those of length 1 or stride 0, then by falling stride."""
+        axes = range(len(self.shape) - 1)
+        still = [axis for axis in axes if self.shape[axis] == 1 or self.strides[axis] == 0]
+        return (*still, *sorted((a for a in axes if a not in still), key=lambda a: -abs(self.strides[a])))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of ``forward``, ``backward`` or ``decode``: sizes, meaning, and where the operands lie."""
+
+    function: str
+    library: str  # "numpy" or "cupy"
+    device: int | None
+    engine: str | None  # asked for by the caller
+    dtype: str
+    batch: tuple
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    head_axis: bool
+    scale: float
+    causal: bool | str
+    window: tuple | None
+    mask: _masks.Full | _masks.Causal | _masks.Window
+    return_lse: bool = False
+    q: Operand | None = None
+    k: Operand | None = None
+    v: Operand | None = None
+    out: Operand | None = None  # None: to be allocated
+
+    @property
+    def group(self):
+        """Query heads that read one key head."""
+        return self.heads // self.key_heads
+
+    @property
+    def out_shape(self):
+        """Shape of out as the caller sees it."""
+        return (*self.lse_shape, self.value_dim)
+
+    @property
+    def lse_shape(self):
+        """Shape of lse as the caller sees it."""
+        return (*self.batch, *([self.heads] if self.head_axis else []), self.queries)
+
+    def __str__(self):
+        batch = "x".join(map(str, self.batch)) or "1"
+        heads = f"{self.heads}" if self.group == 1 else f"{self.heads}/{self.key_heads}"
+        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        return (
+            f"{self.function} {self.dtype} {self.mask.name} batch {batch} heads {heads} "
+            f"queries {self.queries} keys {self.keys} head_dim {dims}"
+        )
+
+
+# Arrays ---------------------------------------------------------------------------------------------------------
+
+
+def library(array):
+    """The library an array belongs to: "numpy", "cupy", or None for a foreign object."""
+    if isinstance(array, np.ndarray):
+        return "numpy"
+    cupy = sys.modules.get("cupy")  # who holds a CuPy array has imported CuPy
+    return "cupy" if cupy is not None and isinstance(array, cupy.ndarray) else None
+
+
+def adopt(function, name, array):
+    """A foreign array as one of NumPy's or CuPy's, without a copy; their own pass as they are."""
+    if library(array) is not None:
+        return array
+    if hasattr(array, "__dlpack_device__"):
+        kind = int(array.__dlpack_device__()[0])
+        if kind == 1:  # kDLCPU
+            return np.from_dlpack(array)
+        if kind == 2:  # kDLCUDA
+            import cupy
+
+            return cupy.from_dlpack(array)
+    elif hasattr(array, "__cuda_array_interface__"):
+        import cupy
+
+        return cupy.asarray(array)
+    raise TypeError(
+        f"{function}: {name} is a {type(array).__name__}; wanted a CuPy or NumPy array, or one on the CPU or a CUDA "
+        f"device with __dlpack__ or __cuda_array_interface__"
+    )
+
+
+def _common_library(function, arrays):
+    (first, array), *rest = arrays.items()
+    found = library(array)
+    for name, other in rest:
+        if library(other) != found:
+            raise TypeError(
+                f"{function}: {first} is a {found} array, {name} a {library(other)} one; they must be of one library"
+            )
+    if found == "numpy":
+        return found, None
+    device = array.device.id
+    for name, other in rest:
+        if other.device.id != device:
+            raise ValueError(
+                f"{function}: {first} is on device {device}, {name} on device {other.device.id}; "
+                f"they must be on one device"
+            )
+    return found, device
+
+
+def _common_dtype(function, arrays):
+    first = None
+    for name, array in arrays.items():
+        if array.dtype.name not in ELEMENTS or not array.dtype.isnative:
+            raise TypeError(f"{function}: {name} has dtype {array.dtype}; wanted one of {', '.join(ELEMENTS)}")
+        first = first or (name, array.dtype.name)
+        if array.dtype.name != first[1]:
+            raise TypeError(
+                f"{function}: {name} has dtype {array.dtype.name}, {first[0]} has {first[1]}; they must be equal"
+            )
+    return first[1]
+
+
+def _expect(function, name, array, shape, dtype):
+    if array.shape != shape:
+        raise ValueError(f"{function}: {name} has shape {array.shape}; wanted {shape}")
+    if array.dtype != dtype:
+        raise TypeError(f"{function}: {name} has dtype {array.dtype}; wanted {np.dtype(dtype).name}")
+
+
+def _result(function, name, array, shape, dtype, inputs):
+    """Check an array that is going to be written."""
+    _expect(function, name, array, shape, dtype)
+    if library(array) == "numpy" and not array.flags.writeable:
+        raise ValueError(f"{function}: {name} is read-only; wanted an array that can be written")
+    shadow = _shadow(array)
+    for axis, length in enumerate(array.shape):
+        slab = shadow[(0,) * axis]
+        if length > 1 and array.size and np.shares_memory(slab[:1], slab[1:]):
+            raise ValueError(f"{function}: {name} overlaps itself (strides {array.strides}); wanted distinct elements")
+    check_overlap(function, name, array, inputs)
+
+
+def check_overlap(function, name, array, inputs):
+    """Refuse a result that shares an element with an input. Exact: a slot of a packed buffer is legal."""
+    for other, given in inputs.items():
+        if np.may_share_memory(_shadow(array), _shadow(given)) and np.shares_memory(_shadow(array), _shadow(given)):
+            raise ValueError(f"{function}: {name} shares memory with {other}; wanted memory of its own")
+
+
+class _Address:
+    def __init__(self, array):
+        pointer = array.ctypes.data if library(array) == "numpy" else array.data.ptr
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (pointer, True),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.itemsize}",
+        }
+
+
+def _shadow(array):
+    """A NumPy array at the same addresses, never read: NumPy decides overlap from addresses alone."""
+    return np.asarray(_Address(array))
+
+
+def canonical(array, batch):
+    """A view of an operand along the axes ``(*batch, heads, length, dim)``, leading axes broadcast."""
+    view = array[None] if array.ndim == 2 else array
+    shape = (*batch, *view.shape[-3:])
+    if view.shape == shape:
+        return view
+    broadcast_to = np.broadcast_to if isinstance(array, np.ndarray) else sys.modules["cupy"].broadcast_to
+    return broadcast_to(view, shape)
+
+
+def _operand(array, batch):
+    pointer = array.ctypes.data if library(array) == "numpy" else array.data.ptr
+    shape, strides = array.shape, array.strides
+    if array.ndim == 2:
+        shape, strides = (1, *shape), (0, *strides)
+    missing = len(batch) + 3 - len(shape)
+    lead = zip(batch, (1,) * missing + shape[:-3], (0,) * missing + strides[:-3], strict=True)
+    return Operand(
+        (*batch, *shape[-3:]),
+        (*(0 if length != full else stride for full, length, stride in lead), *strides[-3:]),
+        pointer % 16 == 0,
+    )
+
+
+# Keywords -------------------------------------------------------------------------------------------------------
+
+
+def _scale(function, scale, head_dim):
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, np.ndarray) and scale.ndim == 0:
+        scale = scale[()]
+    if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (numbers.Real, *_scalar_types())):
+        raise TypeError(f"{function}: scale is {scale!r}; wanted a real number or None")
+    value = float(scale)
+    if not math.isfinite(value):
+        raise ValueError(f"{function}: scale is {value}; wanted a finite number")
+    return value
+
+
+def _scalar_types():
+    return tuple(element.dtype.type for element in ELEMENTS.values())
+
+
+def _causal(function, causal):
+    if isinstance(causal, (bool, np.bool_)):
+        return "bottom-right" if causal else False
+    if isinstance(causal, str) and causal in ("bottom-right", "top-left"):
+        return causal
+    raise ValueError(f"{function}: causal is {causal!r}; wanted False, True, 'bottom-right' or 'top-left'")
+
+
+def _window(function, window):
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"{function}: window is {window!r}; wanted None or a pair (left, right)")
+    for name, side in zip(("left", "right"), window, strict=True):
+        if side is None:
+            continue
+        if isinstance(side, (bool, np.bool_)) or not isinstance(side, numbers.Integral):
+            raise TypeError(f"{function}: window {name} is {side!r}; wanted an integer or None")
+        if side < 0:
+            raise ValueError(f"{function}: window {name} is {side}, negative; wanted 0 or more, or None for unlimited")
+    return tuple(None if side is None else int(side) for side in window)
+
+
+def _engine(function, engine, found):
+    if engine is not None and engine not in ENGINES:
+        wanted = ", ".join(map(repr, ENGINES))
+        raise ValueError(f"{function}: engine is {engine!r}; wanted None or one of {wanted}")
+    if engine is not None and (engine == "numpy") != (found == "numpy"):
+        raise ValueError(f"{function}: engine is {engine!r}, the arrays are {found}'s; wanted an engine that runs on them")
+    return engine
+
+
+# The three functions --------------------------------------------------------------------------------------------
+
+
+def _sizes(function, q, k, v, names=("q", "k", "v")):
+    """Sizes of the operands along the canonical axes."""
+    q_name, k_name, v_name = names
+    for name, array in zip(names, (q, k, v), strict=True):
+        if array.ndim < 2:
+            raise ValueError(f"{function}: {name} has shape {array.shape}; wanted at least 2 axes (length, dim)")
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
+    if k.shape[-1] != head_dim:
+        raise ValueError(
+            f"{function}: {k_name} has head_dim {k.shape[-1]}, {q_name} has {head_dim}; they must be equal"
+        )
+    if head_dim == 0:
+        raise ValueError(f"{function}: {q_name} has head_dim 0; wanted 1 or more")
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"{function}: {v_name} has {v.shape[-2]} keys, {k_name} has {k.shape[-2]}; they must be equal")
+    heads, key_heads, value_heads = (array.shape[-3] if array.ndim > 2 else 1 for array in (q, k, v))
+    if key_heads != value_heads:
+        raise ValueError(f"{function}: {v_name} has {value_heads} heads, {k_name} has {key_heads}; they must be equal")
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(
+            f"{function}: {q_name} has {heads} heads, {k_name} has {key_heads}; "
+            f"wanted a multiple of {k_name}'s, at least one"
+        )
+    for name, array in ((q_name, q), (k_name, k)):
+        if array.shape[-2] > LONGEST:
+            raise ValueError(f"{function}: {name} has length {array.shape[-2]}; wanted at most {LONGEST}")
+    for name, dim in ((f"{q_name} has head_dim", head_dim), (f"{v_name} has value_dim", value_dim)):
+        if dim > WIDEST and library(q) == "cupy":
+            raise ValueError(f"{function}: {name} {dim}; wanted at most {WIDEST} on a GPU")
+    return {
+        "heads": heads,
+        "key_heads": key_heads,
+        "queries": q.shape[-2],
+        "keys": k.shape[-2],
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+        "head_axis": max(q.ndim, k.ndim, v.ndim) > 2,
+    }
+
+
+def _batch(function, arrays):
+    try:
+        return np.broadcast_shapes(*(array.shape[:-3] for array in arrays.values()))
+    except ValueError:
+        shapes = ", ".join(f"{name} {array.shape[:-3]}" for name, array in arrays.items())
+        raise ValueError(f"{function}: leading axes are {shapes}; wanted shapes that broadcast together") from None
+
+
+def _describe(function, inputs, scale, causal, window, engine):
+    found, device = _common_library(function, inputs)
+    dtype = _common_dtype(function, inputs)
+    sizes = _sizes(function, *(inputs[name] for name in ("q", "k", "v")))
+    batch = _batch(function, {name: inputs[name] for name in ("q", "k", "v")})
+    causal, window = _causal(function, causal), _window(function, window)
+    return Problem(
+        function=function,
+        library=found,
+        device=device,
+        engine=_engine(function, engine, found),
+        dtype=dtype,
+        batch=batch,
+        scale=_scale(function, scale, sizes["head_dim"]),
+        causal=causal,
+        window=window,
+        mask=_masks.make(sizes["queries"], sizes["keys"], causal, window),
+        **{name: _operand(inputs[name], batch) for name in ("q", "k", "v")},
+        **sizes,
+    )
+
+
+def forward(q, k, v, *, scale, causal, window, return_lse, out, engine):
+    """Validate a call of ``forward``."""
+    inputs = {"q": q, "k": k, "v": v}
+    problem = _describe("forward", inputs, scale, causal, window, engine)
+    if out is not None:
+        _common_library("forward", {"q": q, "out": out})
+        _result("forward", "out", out, problem.out_shape, q.dtype, inputs)
+    return replace(problem, return_lse=bool(return_lse), out=None if out is None else _operand(out, problem.batch))
+
+
+def backward(dout, q, k, v, out, lse, *, scale, causal, window, dlse, grads, engine):
+    """Validate a call of ``backward``."""
+    inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
+    problem = _describe("backward", inputs, scale, causal, window, engine)
+    results = {"lse": lse} if dlse is None else {"lse": lse, "dlse": dlse}
+    _common_library("backward", inputs | results)
+    for name in ("dout", "out"):
+        _expect("backward", name, inputs[name], problem.out_shape, q.dtype)
+    for name, array in results.items():
+        _expect("backward", name, array, problem.lse_shape, ELEMENTS[problem.dtype].lse)
+    if grads is not None:
+        if not isinstance(grads, (tuple, list)) or len(grads) != 3:
+            raise ValueError(f"backward: grads is {type(grads).__name__}; wanted None or the three arrays (dq, dk, dv)")
+        written = {}
+        for name, like, grad in zip(("dq", "dk", "dv"), (q, k, v), grads, strict=True):
+            _common_library("backward", {"q": q, name: grad})
+            _result("backward", name, grad, like.shape, like.dtype, inputs | results | written)
+            written[name] = grad
+    return problem
+
+
+def decode(q, k_cache, v_cache, *, lengths, page_table, scale, causal, window, return_lse, out, engine):
+    """Validate a call of ``decode``."""
+    names = ("q", "k_cache", "v_cache")
+    inputs = dict(zip(names, (q, k_cache, v_cache), strict=True))
+    tables = {name: x for name, x in (("lengths", lengths), ("page_table", page_table)) if x is not None}
+    found, device = _common_library("decode", inputs | tables)
+    dtype = _common_dtype("decode", inputs)
+    for name, array in inputs.items():
+        if array.ndim != 4:
+            raise ValueError(f"decode: {name} has shape {array.shape}; wanted 4 axes")
+    sizes = _sizes("decode", q, k_cache, v_cache, names)
+    for name, array in tables.items():
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"decode: {name} has dtype {array.dtype}; wanted integers")
+    sequences = q.shape[0]
+    if page_table is None:
+        for name in names[1:]:
+            if inputs[name].shape[0] != sequences:
+                raise ValueError(
+                    f"decode: {name} has {inputs[name].shape[0]} sequences, q has {sequences}; they must be equal"
+                )
+        capacity = sizes["keys"]
+    else:
+        if v_cache.shape[0] != k_cache.shape[0]:
+            raise ValueError(
+                f"decode: v_cache has {v_cache.shape[0]} pages, k_cache has {k_cache.shape[0]}; they must be equal"
+            )
+        if page_table.ndim != 2 or page_table.shape[0] != sequences:
+            raise ValueError(f"decode: page_table has shape {page_table.shape}; wanted ({sequences}, pages a sequence)")
+        if lengths is None:
+            raise ValueError("decode: lengths is None, page_table is given; wanted the length of each sequence")
+        capacity = sizes["keys"] * page_table.shape[1]
+    if lengths is not None and lengths.shape != (sequences,):
+        raise ValueError(f"decode: lengths has shape {lengths.shape}; wanted ({sequences},)")
+    if found == "numpy" and lengths is not None:
+        _check_tables(lengths, page_table, capacity, k_cache.shape[0], sizes["keys"])
+    causal, window = _causal("decode", causal), _window("decode", window)
+    batch = (sequences,)
+    problem = Problem(
+        function="decode",
+        library=found,
+        device=device,
+        engine=_engine("decode", engine, found),
+        dtype=dtype,
+        batch=batch,
+        scale=_scale("decode", scale, sizes["head_dim"]),
+        causal=causal,
+        window=window,
+        mask=_masks.make(sizes["queries"], capacity, causal, window),
+        return_lse=bool(return_lse),
+        **{**sizes, "keys": capacity},
+        q=_operand(q, batch),
+        k=_operand(k_cache, k_cache.shape[:1]),
+        v=_operand(v_cache, v_cache.shape[:1]),
+        out=None if out is None else _operand(out, batch),
+    )
+    if out is not None:
+        _common_library("decode", {"q": q, "out": out})
+        _result("decode", "out", out, problem.out_shape, q.dtype, inputs | tables)
+    return problem
+
+
+def _check_tables(lengths, page_table, capacity, pages, page_size):
+    """Values of lengths and page_table, where the host can read them."""
+    for b, length in enumerate(lengths.tolist()):
+        if not 0 <= length <= capacity:
+            raise ValueError(f"decode: lengths[{b}] is {length}; wanted 0 to {capacity}, what the cache can hold")
+        if page_table is None:
+            continue
+        for column, page in enumerate(page_table[b, : -(-length // page_size)].tolist()):
+            if not 0 <= page < pages:
+                raise ValueError(f"decode: page_table[{b}, {column}] is {page}; wanted a page from 0 to {pages - 1}")
+
+
+def merge(outs, lses):
+    """Validate a call of ``merge``: lists of equal length, shapes and dtypes that belong together."""
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"merge: outs has {len(outs)} parts, lses {len(lses)}; wanted the same number, at least one")
+    outs = [adopt("merge", f"outs[{n}]", x) for n, x in enumerate(outs)]
+    lses = [adopt("merge", f"lses[{n}]", x) for n, x in enumerate(lses)]
+    named = {f"outs[{n}]": x for n, x in enumerate(outs)}
+    dtype = _common_dtype("merge", named)
+    _common_library("merge", named | {f"lses[{n}]": x for n, x in enumerate(lses)})
+    if outs[0].ndim < 2:
+        raise ValueError(f"merge: outs[0] has shape {outs[0].shape}; wanted at least 2 axes (queries, value_dim)")
+    for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        _expect("merge", f"outs[{n}]", out, outs[0].shape, outs[0].dtype)
+        _expect("merge", f"lses[{n}]", lse, outs[0].shape[:-1], ELEMENTS[dtype].lse)
+    return outs, lses

@@ -1,0 +1,142 @@
+"""Variants: every fact the compiler knows about a kernel, and the text it compiles.
+
+A variant writes a typed preamble (constants, the element type, the mask) and puts it in front of the kernel file, with
+all includes written in place. The kernel sees nothing else, so the text is a complete key for any cache.
+"""
+
+import re
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from ._dtypes import ELEMENTS
+from ._masks import MASKS
+
+_STRIDES = np.dtype([(name, np.int64) for name in ("batch0", "batch1", "head", "row")])
+
+_SCHEDULE = np.dtype([("tiles", np.int32), ("section", np.int32), ("heads", np.int64)])
+
+
+def _args(scale_log2):
+    pointers = [(name, np.uint64) for name in ("q", "k", "v", "out", "lse")]
+    strides = [(f"{name}_strides", _STRIDES) for name in ("q", "k", "v", "out")]
+    sizes = "queries keys heads group pack head_dim value_dim head_blocks batches1 first_shift end_shift out_vectors"
+    return np.dtype(
+        [*pointers, *strides, ("schedule", _SCHEDULE), ("first_block", np.int64), *((name, np.int32) for name in sizes.split())]
+        + [("scale_log2", scale_log2)],
+        align=True,
+    )
+
+
+# NVRTC has no offsetof before 13.1, but its front end's own operator.
+_OFFSET_OF = """\
+#ifdef __CUDACC_RTC__
+#define OFFSET_OF(type, field) __INTADDR__(&static_cast<type*>(nullptr)->field)
+#else
+#define OFFSET_OF(type, field) __builtin_offsetof(type, field)
+#endif
+"""
+
+# Kernel file and the twin of its struct Args, by kernel.
+KERNELS = {"forward": ("forward.cu", _args(np.float32)), "forward_fma": ("forward_fma.cu", _args(np.float64))}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled kernel."""
+
+    kernel: str
+    element: str
+    mask: str
+    head_dim: int  # padded
+    value_dim: int
+    tile_q: int
+    tile_k: int
+    warps: int
+    blocks_per_sm: int  # that the registers must leave room for
+    query_registers: int  # 1 where a warp keeps its rows of q in registers
+    shared_bytes: int
+
+    @property
+    def name(self):
+        """The facts spelled out: a label for benchmarks, tests and errors."""
+        dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}v{self.value_dim}"
+        tiles = f"q{self.tile_q}_k{self.tile_k}_w{self.warps}_b{self.blocks_per_sm}" + "_qr" * self.query_registers
+        return f"{self.kernel}_{ELEMENTS[self.element].short}_{self.mask}_{dims}_{tiles}"
+
+    @property
+    def entry(self):
+        """Name of the kernel's function."""
+        return f"cuflash_{self.kernel}"
+
+    @property
+    def file(self):
+        """Name of the kernel's file."""
+        return KERNELS[self.kernel][0]
+
+    @property
+    def args(self):
+        """NumPy twin of the kernel's struct Args."""
+        return KERNELS[self.kernel][1]
+
+    def preamble(self):
+        """The constants and types of this variant, and the checks of its struct of arguments."""
+        element, mask = ELEMENTS[self.element], MASKS[self.mask]
+        declared = "" if element.struct in ("float", "double") else f"struct {element.struct};\n"
+        numbers = "".join(
+            f"constexpr int {field.name.upper()} = {getattr(self, field.name)};\n"
+            for field in fields(self)
+            if field.type is int
+        )
+        offsets = "".join(
+            f'    static_assert(OFFSET_OF(A, {name}) == {offset}, "Args.{name}: not where Python puts it");\n'
+            for name, (_, offset) in ((name, self.args.fields[name][:2]) for name in self.args.names)
+        )
+        return (
+            f"// {self.name}\nnamespace cuflash {{\n{declared}using Element = {element.struct};\n"
+            f"struct {mask.__name__};\nusing Mask = {mask.__name__};\n{numbers}"
+            f"constexpr bool LAST_FIRST = {'false' if self.mask == 'full' else 'true'};  // long rows of tiles first\n"
+            f"{_OFFSET_OF}template <typename A>\nstruct ArgsLayout {{\n"
+            f'    static_assert(sizeof(A) == {self.args.itemsize}, "Args: not the size Python packs");\n{offsets}}};\n'
+            f"}}\n"
+        )
+
+    def text(self, overlay=None):
+        """The whole text to compile. Files in the folder ``overlay`` take the place of those of the same name."""
+        return self.preamble() + _assemble(self.file, overlay)
+
+
+@lru_cache(maxsize=1)
+def folder():
+    """Where the kernel text lies: inside an installed package, beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    for place in (here / "kernels", here.parent / "kernels"):
+        if (place / "forward.cu").is_file():
+            return place
+    raise FileNotFoundError(f"cuflash: no kernel text inside or beside {here}")
+
+
+@lru_cache(maxsize=64)
+def _assemble(file, overlay=None):
+    """The file with its includes written in place, once each, marked so that errors point into ``kernels/``."""
+    seen = set()
+
+    def lines(name):
+        seen.add(name)
+        place = Path(overlay) / name if overlay and (Path(overlay) / name).is_file() else folder() / name
+        yield f'#line 1 "kernels/{name}"'
+        for number, line in enumerate(place.read_text(encoding="utf-8").splitlines(), 1):
+            include = re.fullmatch(r'#include "(.+)"', line)
+            if line == "#pragma once":
+                yield ""
+            elif not include:
+                yield line
+            elif include[1] not in seen:
+                yield from lines(include[1])
+                yield f'#line {number + 1} "kernels/{name}"'
+            else:
+                yield ""
+
+    return "\n".join(lines(file)) + "\n"

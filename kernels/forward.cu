@@ -1,0 +1,369 @@
+// out = softmax(scale q k^T) v and lse, for 16-bit elements, on any GPU since sm_80.
+//
+//   q (queries, head_dim), k (keys, head_dim), v (keys, value_dim) -> out (queries, value_dim), lse (queries)
+//
+// The algorithm is FlashAttention-2 (Dao 2023). A block owns TILE_Q rows of one head, or of all heads of a group when
+// there are few rows, and walks over the keys it can see in tiles of TILE_K, from the last to the first. A warp owns
+// ROWS of the rows, a quad of its threads two rows of every 16: scores, weights and out stay in registers, in the
+// layout of mma.m16n8k16, whose accumulator is the next product's A operand as it is. K and V come through two
+// stages of shared memory: while one tile is worked on, the next arrives.
+//
+// What limits speed: the tensor cores at head_dim 64 and 128 (with the exponentials close behind at 64), shared
+// memory reads at 256, where a warp can own only 16 rows and so reads all of K and V for each 16.
+#include "mask.cuh"
+#include "place.cuh"
+#include "ptx.cuh"
+#include "score.cuh"
+#include "softmax.cuh"
+#include "tile.cuh"
+
+namespace cuflash {
+
+static_assert(TILE_Q % (16 * WARPS) == 0, "TILE_Q: 16 rows, or a multiple, for every warp");
+static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of 16 keys");
+
+constexpr int THREADS = WARP * WARPS;
+constexpr int ROWS = TILE_Q / WARPS;  // of one warp
+constexpr int BLOCKS = ROWS / 16;     // of 16 rows, one A operand each
+constexpr int STAGES = 2;
+
+using QueryTile = Tile<HEAD_DIM>;
+using KeyTile = Tile<HEAD_DIM>;
+using ValueTile = Tile<VALUE_DIM>;
+
+// Shared memory. A warp's rows of q lie where its rows of out are gathered at the end: no other warp touches them.
+constexpr int WARP_BYTES = ROWS * (HEAD_DIM > VALUE_DIM ? QueryTile::PITCH : ValueTile::PITCH);
+constexpr int KEY_BYTES = TILE_K * KeyTile::PITCH;
+constexpr int VALUE_BYTES = TILE_K * ValueTile::PITCH;
+constexpr int KEY_START = WARPS * WARP_BYTES;
+constexpr int VALUE_START = KEY_START + STAGES * KEY_BYTES;
+constexpr int FACTS_START = VALUE_START + STAGES * VALUE_BYTES;
+
+// What a warp needs once a tile waits in shared memory, since registers are short.
+struct alignas(16) Facts {
+    const char *k, *v;              // key 0 of the block's head
+    int first_key, end_key;         // keys that some row of the block sees; the others are never read
+    int some_first, some_end;       // keys that some row of the warp sees
+    int all_first, all_end;         // keys that all rows of the warp see
+    int warp_row;
+};
+static_assert(FACTS_START + WARPS * sizeof(Facts) == SHARED_BYTES, "SHARED_BYTES: what the tiles and facts take");
+
+struct Args {
+    const char *q, *k, *v;
+    char* out;
+    char* lse;  // null where it is not wanted
+    Strides q_strides, k_strides, v_strides, out_strides;
+    Schedule schedule;
+    int64 first_block;
+    int queries, keys, heads, group, pack, head_dim, value_dim;
+    int head_blocks, batches1;   // blocks along heads; length of the inner merged axis
+    int first_shift, end_shift;        // of the mask
+    int out_vectors;                   // rows of out can be written 16 bytes at a time
+    float scale_log2;                  // scale * log2 e, positive
+};
+template struct ArgsLayout<Args>;
+
+__device__ __forceinline__ Dense locate(const Args& args) {
+    return Dense(args.schedule, args.first_block + fresh_block_index(), args.head_blocks, args.batches1, args.pack,
+                 args.queries, LAST_FIRST);
+}
+
+using Scores = float[BLOCKS][TILE_K / 8][4];
+using Out = float[BLOCKS][VALUE_DIM / 8][4];
+using Rows = SoftmaxRow<float>[BLOCKS][2];
+
+// Row and column, within the warp's rows and the tile, of element e of an accumulator's 16 x 8 block.
+__device__ __forceinline__ int row_of(int lane, int block, int half) { return 16 * block + 8 * half + lane / 4; }
+__device__ __forceinline__ int column_of(int lane, int n, int e) { return 8 * n + lane % 4 * 2 + e % 2; }
+
+// Hidden scores are selected to -inf, whatever they are.
+__device__ __forceinline__ void hide(Scores& scores, const Mask& mask, int pack, int warp_row, int key) {
+    const int lane = lane_index();
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int i = query_of(warp_row + row_of(lane, block, half), pack);
+            int first = mask.first_key(i) - key, end = mask.end_key(i) - key;
+#pragma unroll
+            for (int n = 0; n < TILE_K / 8; ++n) {
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                    int j = column_of(lane, n, e);
+                    scores[block][n][e] = j >= first && j < end ? scores[block][n][e] : -INFINITE;
+                }
+            }
+        }
+    }
+}
+
+// Raises the rows' references to what this tile needs; out is rescaled where, rarely, one has moved.
+__device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores, const Scaled& score) {
+    float factor[BLOCKS][2];
+    bool moved = false;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float top = -INFINITE;
+#pragma unroll
+            for (int n = 0; n < TILE_K / 8; ++n) {
+                top = maximum(top, maximum(scores[block][n][2 * half], scores[block][n][2 * half + 1]));
+            }
+            top = maximum(top, shuffle_xor(top, 1));
+            top = maximum(top, shuffle_xor(top, 2));
+            factor[block][half] = rows[block][half].raise(top * score.factor());
+            moved |= factor[block][half] != 1.0f;
+        }
+    }
+    if (!any(moved)) return;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int n = 0; n < VALUE_DIM / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) out[block][n][e] *= factor[block][e / 2];
+        }
+    }
+}
+
+// weights = exp(scores - reference), 16 keys at a time, summed and at once multiplied with v: the exponentials of the
+// next 16 keys run while the tensor cores work on these.
+__device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& scores, const Scaled& score,
+                                           uint32 values, uint32 lane) {
+#pragma unroll
+    for (int step = 0; step < TILE_K / 16; ++step) {
+        uint32 weights[BLOCKS][4];
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+            for (int part = 0; part < 4; ++part) {  // A operand: rows g and g + 8 of keys 0-7, then of keys 8-15
+                SoftmaxRow<float>& row = rows[block][part % 2];
+                const float(&s)[4] = scores[block][2 * step + part / 2];
+                float low = ex2_approx(fused_multiply_add(s[part % 2 * 2], score.factor(), -row.shift()));
+                float high = ex2_approx(fused_multiply_add(s[part % 2 * 2 + 1], score.factor(), -row.shift()));
+                row.sum += low + high;
+                weights[block][part] = cvt_pair(Element{}, low, high);
+            }
+        }
+        multiply_add<Element, BLOCKS, VALUE_DIM / 8, VALUE_DIM>(out, weights, values, lane, 16 * step);
+    }
+}
+
+// One row of out again, by a warp, reading visible keys only: for rows where a hidden value that is not finite may
+// have met a weight of 0 on the tensor cores.
+__device__ __noinline__ void careful_row(const Args& args, const char* q, const char* k, const char* v, char* out,
+                                         int first, int end) {
+    constexpr int MOST = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;
+    const int lane = lane_index();
+    float query[MOST], sums[MOST] = {};
+#pragma unroll
+    for (int n = 0; n < MOST; ++n) {
+        int d = n * WARP + lane;
+        query[n] = d < args.head_dim ? to_float(load_global<Element>(q + 2 * d)) : 0.0f;
+    }
+    auto score = [&](int j) {
+        float s = 0.0f;
+#pragma unroll
+        for (int n = 0; n < MOST; ++n) {
+            int d = n * WARP + lane;
+            if (d < args.head_dim) {
+                s = fused_multiply_add(query[n], to_float(load_global<Element>(k + j * args.k_strides.row + 2 * d)), s);
+            }
+        }
+#pragma unroll
+        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) s += shuffle_xor(s, lanes);
+        return s * args.scale_log2;
+    };
+    SoftmaxRow<float> row;
+    for (int j = first; j < end; ++j) row.reference = maximum(row.reference, score(j));
+    for (int j = first; j < end; ++j) {
+        float s = score(j);
+        if (s == -INFINITE) continue;
+        float weight = ex2_approx(s - row.shift());
+        row.sum += weight;
+#pragma unroll
+        for (int n = 0; n < MOST; ++n) {
+            int d = n * WARP + lane;
+            if (d < args.value_dim) {
+                float value = to_float(load_global<Element>(v + j * args.v_strides.row + 2 * d));
+                sums[n] = fused_multiply_add(weight, value, sums[n]);
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < MOST; ++n) {
+        int d = n * WARP + lane;
+        if (d < args.value_dim) {
+            unsigned short bits = static_cast<unsigned short>(cvt_pair(Element{}, sums[n] * row.inverse_sum(), 0.0f));
+            store_global(out + 2 * d, Element{bits});
+        }
+    }
+}
+
+// Writes the warp's rows of out and lse. out goes through shared memory, so that rows leave in whole chunks; lse is
+// written by one thread of each quad.
+__device__ __forceinline__ void store(const Args& args, const Mask& mask, const Out& out, Rows& rows,
+                                      uint32 warp_shared) {
+    const int lane = lane_index();
+    const Dense place = locate(args);  // again, rather than in registers all along
+    const int warp_row = place.tile * TILE_Q + warp_index() * ROWS;
+    uint32 suspects[BLOCKS][2];
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            SoftmaxRow<float>& row = rows[block][half];
+            row.finish<4>();
+            const float inverse = row.inverse_sum();
+            const int r = row_of(lane, block, half);
+            float finite = 0.0f;
+#pragma unroll
+            for (int n = 0; n < VALUE_DIM / 8; ++n) {
+                float low = out[block][n][2 * half] * inverse, high = out[block][n][2 * half + 1] * inverse;
+                finite += (low - low) + (high - high);
+                store_shared(warp_shared + ValueTile::offset(r, n) + lane % 4 * 4, cvt_pair(Element{}, low, high));
+            }
+            const bool inside = warp_row + r < place.rows();
+            suspects[block][half] = ballot(inside && finite != 0.0f && is_finite(inverse));
+            if (inside && args.lse != nullptr && lane % 4 == 0) {
+                int64 head = place.batch() * args.heads + place.head_of(warp_row + r);
+                store_global(args.lse + (head * args.queries + place.query(warp_row + r)) * sizeof(float), row.lse());
+            }
+        }
+    }
+    sync_warp();
+    auto out_row = [&](int r) { return const_cast<char*>(place.row(args.out, args.out_strides, warp_row + r)); };
+    if (args.out_vectors) {
+        for (int n = lane; n < ROWS * ValueTile::CHUNKS; n += WARP) {
+            int r = n / ValueTile::CHUNKS, chunk = n % ValueTile::CHUNKS;
+            if (warp_row + r < place.rows() && chunk * CHUNK_ELEMENTS < args.value_dim) {
+                store_global(out_row(r) + chunk * CHUNK, load_shared<Vector16>(warp_shared + ValueTile::offset(r, chunk)));
+            }
+        }
+    } else {
+        for (int r = 0; r < ROWS && warp_row + r < place.rows(); ++r) {
+            for (int d = lane; d < args.value_dim; d += WARP) {
+                uint32 address = warp_shared + ValueTile::offset(r, d / CHUNK_ELEMENTS) + d % CHUNK_ELEMENTS * 2;
+                store_global(out_row(r) + 2 * d, load_shared<Element>(address));
+            }
+        }
+    }
+    sync_warp();
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            while (suspects[block][half] != 0) {
+                int quad = find_first_set(suspects[block][half]) / 4;
+                suspects[block][half] &= ~(0xfu << (4 * quad));
+                int r = 16 * block + 8 * half + quad, i = place.query(warp_row + r);
+                careful_row(args, place.row(args.q, args.q_strides, warp_row + r),
+                            args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group),
+                            args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group),
+                            out_row(r), mask.first_key(i), mask.end_key(i));
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_forward(const __grid_constant__ Args args) {
+    const uint32 shared = shared_memory();
+    const uint32 warp_shared = shared + warp_index() * WARP_BYTES;
+    auto facts_shared = [=] { return shared + FACTS_START + warp_index() * sizeof(Facts); };
+    const Mask mask(args.keys, args.first_shift, args.end_shift);
+    const Scaled score{args.scale_log2};
+
+    int tile, first_tile;
+    {
+        const Dense place = locate(args);
+        const int block_row = place.tile * TILE_Q, warp_row = block_row + warp_index() * ROWS;
+        const int last_row = min(block_row + TILE_Q, place.rows()) - 1;
+        const int top = place.query(warp_row), bottom = place.query(warp_row + ROWS - 1);
+        Facts facts;
+        facts.k = args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group);
+        facts.v = args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group);
+        facts.first_key = mask.first_key(place.query(block_row));
+        facts.end_key = mask.end_key(place.query(last_row));
+        facts.some_first = mask.first_key(top);
+        facts.some_end = mask.end_key(bottom);
+        facts.all_first = mask.first_key(bottom);
+        facts.all_end = mask.end_key(top);
+        facts.warp_row = warp_row;
+        first_tile = facts.first_key / TILE_K;
+        tile = facts.first_key < facts.end_key ? (facts.end_key - 1) / TILE_K : first_tile - 1;
+        if (lane_index() == 0) store_shared(facts_shared(), facts);
+        sync_warp();
+
+        // Each warp fetches its own rows of q.
+        for (int n = lane_index(); n < ROWS * QueryTile::CHUNKS; n += WARP) {
+            const int r = n / QueryTile::CHUNKS, chunk = n % QueryTile::CHUNKS;
+            const int bytes = warp_row + r < place.rows() ? clamp(args.head_dim * 2 - chunk * CHUNK, 0, CHUNK) : 0;
+            const char* row = place.row(args.q, args.q_strides, warp_row + r);
+            cp_async_16(warp_shared + QueryTile::offset(r, chunk), row + chunk * CHUNK, bytes);
+        }
+        cp_async_commit_group();
+    }
+
+    auto load = [&](int t) {
+        const Facts facts = load_shared<Facts>(facts_shared());
+        const int first = facts.first_key - t * TILE_K, end = facts.end_key - t * TILE_K;
+        const int64 row = static_cast<int64>(t) * TILE_K;
+        TileCopy<TILE_K, HEAD_DIM, THREADS>::copy(shared + KEY_START + t % STAGES * KEY_BYTES,
+                                                  facts.k + row * args.k_strides.row, args.k_strides.row,
+                                                  args.head_dim, first, end);
+        TileCopy<TILE_K, VALUE_DIM, THREADS>::copy(shared + VALUE_START + t % STAGES * VALUE_BYTES,
+                                                   facts.v + row * args.v_strides.row, args.v_strides.row,
+                                                   args.value_dim, first, end);
+        cp_async_commit_group();
+    };
+    if (tile >= first_tile) load(tile);
+
+    const uint32 lane_q = lane_of_a<HEAD_DIM>(), lane_k = lane_of_b<HEAD_DIM>(), lane_v = lane_of_a<VALUE_DIM>();
+    auto fetch_query = [&](uint32(&a)[4], int block, int step) {
+        ldmatrix_x4(a, warp_shared + QueryTile::step(lane_q, 16 * block, 2 * step));
+    };
+    uint32 query[BLOCKS][HEAD_DIM / 16][4];  // where registers suffice; else q is read again for every tile
+    if constexpr (QUERY_REGISTERS) {
+        cp_async_wait_group<0>();
+        sync_warp();
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+            for (int step = 0; step < HEAD_DIM / 16; ++step) fetch_query(query[block][step], block, step);
+        }
+    }
+    auto load_query = [&](uint32(&a)[4], int block, int step) {
+        if constexpr (QUERY_REGISTERS) {
+#pragma unroll
+            for (int n = 0; n < 4; ++n) a[n] = query[block][step][n];
+        } else {
+            fetch_query(a, block, step);
+        }
+    };
+    Out out = {};
+    Rows rows;
+
+    for (; tile >= first_tile; --tile) {
+        cp_async_wait_group<0>();
+        sync_threads();  // the tile is here for all warps, and all have left the stage that is filled next
+        if (tile > first_tile) load(tile - 1);
+
+        const int key = tile * TILE_K;
+        const Facts facts = load_shared<Facts>(facts_shared());
+        if (!Mask::SEES_ALL && (key >= facts.some_end || key + TILE_K <= facts.some_first)) continue;
+        Scores scores;
+        multiply_transposed<Element, BLOCKS, TILE_K / 8, HEAD_DIM / 16, HEAD_DIM>(
+            scores, load_query, shared + KEY_START + tile % STAGES * KEY_BYTES, lane_k);
+        if (key < facts.all_first || key + TILE_K > facts.all_end) hide(scores, mask, args.pack, facts.warp_row, key);
+        raise(rows, out, scores, score);
+        accumulate(rows, out, scores, score, shared + VALUE_START + tile % STAGES * VALUE_BYTES, lane_v);
+    }
+    cp_async_wait_group<0>();  // q, where there was no tile: out takes its place
+    sync_warp();
+
+    store(args, mask, out, rows, warp_shared);
+}
+
+}  // namespace cuflash

@@ -1,0 +1,65 @@
+// Places: where the rows of a problem lie. Rows are mapped once, packed row -> (query row, head in group); masks and
+// scores see the query row alone.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace cuflash {
+
+struct Strides {  // in bytes
+    int64 batch0, batch1, head, row;
+    __device__ __forceinline__ int64 offset(int64 b0, int64 b1, int64 h) const {
+        return b0 * batch0 + b1 * batch1 + h * head;
+    }
+};
+
+// Which rows a block owns. Blocks come in sections of `section` heads: inside one, tiles are the slow index and heads
+// the fast one, so that blocks that run together share the keys of few heads (those of a section fit the cache), and,
+// where tiles differ in length, the longest run first and only short ones are left for the end.
+struct Schedule {
+    int tiles, section;
+    int64 heads;  // head blocks of all batches
+
+    __device__ __forceinline__ void locate(int64 block, int& tile, int64& head) const {
+        int64 first = block / (static_cast<int64>(section) * tiles) * section;
+        int here = heads - first < section ? static_cast<int>(heads - first) : section;
+        int position = static_cast<int>(block - first * tiles);
+        tile = position / here;
+        head = first + position % here;
+    }
+};
+
+// Packed row r is query row r / pack of head r % pack.
+__device__ __forceinline__ int query_of(int row, int pack) { return pack == 1 ? row : row / pack; }
+
+// Dense arrays behind at most two merged leading axes. A block owns `pack` query heads of one key head (1, or the
+// whole group when there are few rows) and a tile of their packed rows.
+struct Dense {
+    int batch0, batch1;  // along the two axes
+    int batches1;
+    int tile;        // tile of packed rows
+    int head, pack;  // first query head of the block
+    int queries;
+
+    __device__ Dense(const Schedule& schedule, int64 block, int head_blocks, int batches1, int pack, int queries,
+                     bool last_first)
+        : batches1(batches1), pack(pack), queries(queries) {
+        int64 linear;
+        schedule.locate(block, tile, linear);
+        tile = uniform(last_first ? schedule.tiles - 1 - tile : tile);
+        head = uniform(static_cast<int>(linear % head_blocks)) * pack;
+        linear /= head_blocks;
+        batch0 = uniform(static_cast<int>(linear / batches1));
+        batch1 = uniform(static_cast<int>(linear % batches1));
+    }
+    __device__ __forceinline__ int64 batch() const { return static_cast<int64>(batch0) * batches1 + batch1; }
+    __device__ __forceinline__ int rows() const { return queries * pack; }
+    __device__ __forceinline__ int query(int row) const { return query_of(row, pack); }
+    __device__ __forceinline__ int head_of(int row) const { return pack == 1 ? head : head + row % pack; }
+    // Address of a packed row of q or out.
+    __device__ __forceinline__ const char* row(const char* base, const Strides& strides, int row) const {
+        return base + strides.offset(batch0, batch1, head_of(row)) + query(row) * strides.row;
+    }
+};
+
+}  // namespace cuflash

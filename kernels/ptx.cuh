@@ -1,0 +1,193 @@
+// One instruction a function, named after it; nothing here knows what attention is. This file alone holds inline
+// PTX, CUDA's built-in indices and barriers: an emulator of the same functions can take its place.
+//
+// Everything here runs on sm_80 and newer.
+#pragma once
+
+namespace cuflash {
+
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int64 = long long;
+
+constexpr int WARP = 32;
+constexpr float INFINITE = __builtin_bit_cast(float, 0x7f800000);
+
+// Where this thread is ---------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int thread_index() { return threadIdx.x; }
+// Read anew at each call: what follows from it is computed where it is used instead of kept in registers.
+__device__ __forceinline__ int fresh_thread_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+__device__ __forceinline__ int64 fresh_block_index() {
+    uint32 index;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+    return index;
+}
+__device__ __forceinline__ int lane_index() { return fresh_thread_index() % WARP; }
+__device__ __forceinline__ int warp_index() { return fresh_thread_index() / WARP; }
+// A value that all lanes hold alike: the compiler may keep it, and what follows from it, in uniform registers.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+__device__ __forceinline__ void sync_threads() { __syncthreads(); }
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
+
+template <typename T>
+__device__ __forceinline__ T shuffle_xor(T value, int mask) {
+    return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+template <typename T>
+__device__ __forceinline__ T shuffle(T value, int lane) {
+    return __shfl_sync(0xffffffffu, value, lane);
+}
+__device__ __forceinline__ bool any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
+__device__ __forceinline__ uint32 ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+__device__ __forceinline__ int find_first_set(uint32 bits) { return __ffs(bits) - 1; }
+
+// Memory -----------------------------------------------------------------------------------------------------------
+
+// Address of the block's dynamic shared memory in the shared window.
+__device__ __forceinline__ uint32 shared_memory() {
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    return static_cast<uint32>(__cvta_generic_to_shared(bytes));
+}
+
+template <typename T>
+__device__ __forceinline__ T load_shared(uint32 address) {
+    return *static_cast<const T*>(__cvta_shared_to_generic(address));
+}
+template <typename T>
+__device__ __forceinline__ void store_shared(uint32 address, const T& value) {
+    *static_cast<T*>(__cvta_shared_to_generic(address)) = value;
+}
+template <typename T>
+__device__ __forceinline__ T load_global(const char* address) {
+    return *reinterpret_cast<const T*>(address);
+}
+template <typename T>
+__device__ __forceinline__ void store_global(char* address, const T& value) {
+    *reinterpret_cast<T*>(address) = value;
+}
+
+struct alignas(16) Vector16 {  // 16 bytes that travel together
+    uint32 words[4];
+};
+
+// cp.async: 16 bytes from global to shared, of which the first `bytes` are read and the rest are zeros.
+__device__ __forceinline__ void cp_async_16(uint32 shared, const char* global, int bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+                 : "memory");
+}
+// The same of all 16 bytes or, not `read`, of none: much cheaper, since the hardware knows no other two sizes.
+__device__ __forceinline__ void cp_async_16(uint32 shared, const char* global, bool read) {
+    asm volatile("{\n.reg .pred ignore;\nsetp.eq.u32 ignore, %2, 0;\n"
+                 "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, ignore;\n}" ::"r"(shared), "l"(global),
+                 "r"(static_cast<uint32>(read))
+                 : "memory");
+}
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void cp_async_wait_group() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ldmatrix: four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix_x4(uint32 (&r)[4], uint32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32 (&r)[4], uint32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Arithmetic -------------------------------------------------------------------------------------------------------
+
+struct Float16 {
+    unsigned short bits;
+};
+struct BFloat16 {
+    unsigned short bits;
+};
+
+__device__ __forceinline__ float to_float(Float16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+__device__ __forceinline__ float to_float(BFloat16 x) { return __uint_as_float(static_cast<uint32>(x.bits) << 16); }
+
+// cvt.rn: two floats to one register of two 16-bit elements, `low` in the low half.
+__device__ __forceinline__ uint32 cvt_pair(Float16, float low, float high) {
+    uint32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ uint32 cvt_pair(BFloat16, float low, float high) {
+    uint32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// mma.m16n8k16: d += a b, and d = a b. With g = lane / 4 and t = lane % 4, d holds (row g; columns 2t, 2t + 1), then
+// row g + 8.
+__device__ __forceinline__ void mma_m16n8k16(Float16, float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_m16n8k16(BFloat16, float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_m16n8k16_first(Float16, float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+__device__ __forceinline__ void mma_m16n8k16_first(BFloat16, float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
+// ex2.approx.ftz: 2^x within 2^-22 relative; 2^-inf = +0.
+__device__ __forceinline__ float ex2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// lg2.approx.ftz: log2 x within 2^-22 absolute for x in [1/2, 2], 2^-22 relative elsewhere; log2 0 = -inf.
+__device__ __forceinline__ float lg2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float reciprocal(float x) { return __frcp_rn(x); }
+__device__ __forceinline__ double reciprocal(double x) { return __drcp_rn(x); }
+__device__ __forceinline__ float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+__device__ __forceinline__ double fused_multiply_add(double a, double b, double c) { return __fma_rn(a, b, c); }
+__device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }
+
+__device__ __forceinline__ int clamp(int x, int low, int high) { return min(max(x, low), high); }
+
+// x - x is 0 for a finite x and NaN for NaN and the infinities.
+template <typename T>
+__device__ __forceinline__ bool is_finite(T x) {
+    return x - x == T(0);
+}
+
+}  // namespace cuflash

@@ -1,0 +1,16 @@
+// Scores: how much. A score turns the product q . k of query row i and key j into the exponent of the softmax.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace cuflash {
+
+// scale * q . k. The factor, times log2 e, goes into the exponent's fused multiply-add: a positive factor commutes
+// with the maximum, and the planner sees to it that the factor is positive.
+struct Scaled {
+    float scale_log2;
+    __device__ __forceinline__ float score(float s, int, int, int) const { return s; }
+    __device__ __forceinline__ float factor() const { return scale_log2; }
+};
+
+}  // namespace cuflash

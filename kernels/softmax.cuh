@@ -1,0 +1,48 @@
+// The state of the online softmax (Milakov & Gimelshein 2018): one owner of -inf, empty rows and rescaling.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace cuflash {
+
+__device__ __forceinline__ float exp2_of(float x) { return ex2_approx(x); }
+__device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
+__device__ __forceinline__ float log2_of(float x) { return lg2_approx(x); }
+__device__ __forceinline__ double log2_of(double x) { return log2(x); }
+
+// One row: the reference that exponents are taken against and the sum of the weights, both shared by out and lse, so
+// that any reference is exact up to rounding. It is raised only when the maximum has outgrown it by LAG: weights stay
+// below 2^LAG, inside every format they are kept in, and almost no tile has to rescale out.
+template <typename Real>
+struct SoftmaxRow {
+    static constexpr Real LAG = 8;
+    static constexpr Real LN_2 = 0.693147180559945309417;
+
+    Real reference = -INFINITE;  // log2 units; -inf until a finite score is seen
+    Real sum = 0;                // of this thread's columns until finish()
+
+    // Makes room for scores up to `top` (log2 units); returns the factor by which what was summed has to shrink.
+    // A row's factor depends on that row alone: other rows of the warp change no bit of it.
+    __device__ __forceinline__ Real raise(Real top) {
+        if (!(top > reference + LAG)) return 1;
+        Real factor = exp2_of(reference - top);
+        reference = top;
+        sum *= factor;
+        return factor;
+    }
+    // What to subtract from a score: 0 while nothing finite was seen, since -inf - (-inf) is NaN.
+    __device__ __forceinline__ Real shift() const { return reference == -INFINITE ? Real(0) : reference; }
+
+    // Sum over the THREADS neighbours that share a row.
+    template <int THREADS>
+    __device__ __forceinline__ void finish() {
+#pragma unroll
+        for (int lanes = 1; lanes < THREADS; lanes *= 2) sum += shuffle_xor(sum, lanes);
+    }
+    __device__ __forceinline__ Real inverse_sum() const { return sum == 0 ? Real(0) : reciprocal(sum); }
+    __device__ __forceinline__ Real lse() const {
+        return sum == 0 ? Real(-INFINITE) : (reference + log2_of(sum)) * LN_2;
+    }
+};
+
+}  // namespace cuflash
