@@ -171,16 +171,14 @@ class Case:
 
 
 def prepare(case, host):
-    """Arguments and keywords of cuflash's function, and naive attention as a callable without arguments."""
+    """Arguments and keywords of cuflash's function."""
     q, k, v, dout = (to_device(x, case.xp) for x in host)
     if case.function == "forward":
-        return (q, k, v), {"causal": case.causal, "return_lse": True}, naive_forward(case, q, k, v)
+        return (q, k, v), {"causal": case.causal, "return_lse": True}
     if case.function == "backward":
         out, lse = cuflash.forward(q, k, v, causal=case.causal, return_lse=True)
-        arguments = dout, q, k, v, out, lse
-        return arguments, {"causal": case.causal}, naive_backward(case, *arguments)
-    lengths = case.xp.asarray(case.lengths)
-    return (q, k, v), {"lengths": lengths, "return_lse": True}, naive_decode(case, q, k, v)
+        return (dout, q, k, v, out, lse), {"causal": case.causal}
+    return (q, k, v), {"lengths": case.xp.asarray(case.lengths), "return_lse": True}
 
 
 def to_device(array, xp):
@@ -241,6 +239,9 @@ def naive_decode(case, q, k, v):
     return decode
 
 
+NAIVE = {"forward": naive_forward, "backward": naive_backward, "decode": naive_decode}
+
+
 def _wide(x, xp):
     """NumPy has no fast products of 16-bit arrays: there naive attention goes through float32."""
     return x.astype(np.float32) if xp is np and x.dtype.itemsize == 2 else x
@@ -257,7 +258,8 @@ def _scale(q):
 def _bias(case):
     if not case.causal:
         return None
-    return case.xp.where(case.xp.tri(case.length, dtype=bool), 0, -np.inf).astype(np.float32)
+    seen = case.xp.tri(case.length, dtype=bool)
+    return _wide(case.xp.where(seen, np.float32(0), np.float32(-np.inf)).astype(ELEMENTS[case.dtype].dtype), case.xp)
 
 
 def _scores(q, k, bias):
@@ -337,26 +339,20 @@ def checked_rows(case):
 
 
 def error_over_bound(case, path, host, results, again):
-    """Worst error over bound of the results of the function; for backward, ``again(dout)`` runs it on another dout."""
+    """Worst error over bound of what the function returned; for backward, ``again(dout)`` runs it on another dout."""
     q, k, v, dout = host
     rows = checked_rows(case)
-    if case.function == "backward":
-        # dq of some rows is theirs alone. To dk and dv all rows add: there the others are silenced in a run of its own.
-        silenced = np.zeros_like(dout)
-        silenced[:, rows] = dout[:, rows]
-        exact = bounds.backward(dout[:, rows], q[:, rows], k, v, path=path, causal=case.causal)
-        dq, _, _ = results
-        dq_alone, dk, dv = again(silenced)
-        checks = [(dq[:, rows], *exact[0]), (dq_alone[:, rows], *exact[0]), (dk, *exact[1]), (dv, *exact[2])]
-    else:
-        out, lse = results
-        if case.function == "decode":
-            exact = bounds.decode(q, k, v, path=path, lengths=np.array(case.lengths))
-        else:
-            exact = bounds.forward(q, k, v, path=path, causal=case.causal, rows=rows)
-            out, lse = out[:, rows], lse[:, rows]
-        checks = [(out, exact.out, exact.out_bound), (lse, exact.lse, exact.lse_bound)]
-    return float(max(bounds.worst(*check) for check in checks))
+    if case.function == "decode":
+        return bounds.worst(results, bounds.decode(q, k, v, path=path, lengths=np.array(case.lengths)))
+    if case.function == "forward":
+        exact = bounds.forward(q, k, v, path=path, causal=case.causal, rows=rows)
+        return bounds.worst([x[:, rows] for x in results], exact)
+    # dq of some rows is theirs alone. To dk and dv all rows add: there the others are silenced, in a run of its own.
+    exact = bounds.backward(dout[:, rows], q[:, rows], k, v, path=path, causal=case.causal)
+    silenced = np.zeros_like(dout)
+    silenced[:, rows] = dout[:, rows]
+    dq, dk, dv = again(silenced)
+    return max(bounds.worst([results[0][:, rows]], exact[:1]), bounds.worst([dq[:, rows], dk, dv], exact))
 
 
 def measure(case, engine=None):
@@ -373,7 +369,7 @@ def measure(case, engine=None):
         Where the function has no kernel for the case's library.
     """
     host = case.inputs()
-    arguments, keywords, naive = prepare(case, host)
+    arguments, keywords = prepare(case, host)
     keywords["engine"] = engine
     plan = cuflash.explain(case.function, *arguments, **keywords)
 
@@ -398,6 +394,7 @@ def measure(case, engine=None):
         missing = f"its scores take {case.score_bytes / 2**30:.0f} GiB"
     else:
         try:
+            naive = NAIVE[case.function](case, *arguments)
             naive_extra, _ = extra_bytes(naive, case.xp)
             calls["naive"] = naive
         except Exception as reason:  # CuPy may lack a product of this dtype, or the device the memory

@@ -5,7 +5,9 @@ returns results. For CuPy arrays prepared calls are kept in a bounded dict, so t
 pointers and launches, and nothing more.
 """
 
-from functools import lru_cache
+import struct
+import sys
+from functools import cache
 
 import numpy as np
 
@@ -14,17 +16,21 @@ from ._dtypes import ELEMENTS
 
 MOST_CALLS = 1024  # prepared calls that are kept
 
+_POINTERS = struct.Struct("5Q")  # q, k, v, out, lse
 _calls = {}
 
 
 def forward(q, k, v, scale, causal, window, return_lse, out, engine):
     """Run ``forward``: by a prepared call where one of its kind has been made before."""
-    arrays = (q, k, v) if out is None else (q, k, v, out)
     key = call = None
-    if all(_problem.library(x) == "cupy" for x in arrays):
-        keywords = scale, causal, window, bool(return_lse), engine
+    cupy = sys.modules.get("cupy")  # who holds a CuPy array has imported CuPy
+    if cupy and all(isinstance(x, cupy.ndarray) for x in ((q, k, v) if out is None else (q, k, v, out))):
         try:
-            key = (*map(_key, arrays), keywords, _types(keywords))
+            key = (
+                *(_key(q), _key(k), _key(v), None if out is None else _key(out)),
+                *(scale, type(scale), causal, type(causal), return_lse, engine),
+                window and (*window, *map(type, window)),
+            )
             call = _calls.get(key)
         except TypeError:  # a keyword that cannot be hashed: validation says what is wrong, or makes it a number
             key = None
@@ -69,7 +75,7 @@ def explain(function, arrays, keywords):
     return make_plan(problem)
 
 
-@lru_cache(maxsize=None)
+@cache
 def limits(device):
     """What a device can do."""
     import cupy
@@ -93,16 +99,18 @@ def _key(array):
     return array.shape, array.strides, array.dtype, data.ptr & 15, data.device_id
 
 
-def _types(value):
-    """The type of a keyword, and of its parts: 1, 1.0 and True are equal, but not alike."""
-    return tuple(map(_types, value)) if isinstance(value, tuple) else type(value)
+class _Allocation:
+    """How to make an array along the canonical axes, contiguous in a buffer's order of axes."""
 
+    def __init__(self, buffer):
+        order = (*buffer.order, len(buffer.shape) - 1)
+        self.shape = tuple(buffer.shape[axis] for axis in order)
+        self.dtype = ELEMENTS[buffer.dtype].dtype
+        self.axes = None if order == tuple(range(len(order))) else tuple(np.argsort(order).tolist())
 
-def _allocate(empty, buffer):
-    """An array along the canonical axes, contiguous in the buffer's order of axes."""
-    order = (*buffer.order, len(buffer.shape) - 1)
-    array = empty(tuple(buffer.shape[axis] for axis in order), ELEMENTS[buffer.dtype].dtype)
-    return array if order == tuple(range(len(order))) else array.transpose(np.argsort(order).tolist())
+    def __call__(self, empty):
+        array = empty(self.shape, self.dtype)
+        return array if self.axes is None else array.transpose(self.axes)
 
 
 def _visible(array, problem):
@@ -116,12 +124,12 @@ class _NumpyForward:
     def __init__(self, problem, plan):
         self.problem = problem
         shape = (*problem.batch, problem.heads, problem.queries)
-        self.out = _plan.Buffer("out", (*shape, problem.value_dim), problem.dtype, problem.q.order)
+        self.out = _Allocation(_plan.Buffer("out", (*shape, problem.value_dim), problem.dtype, problem.q.order))
         self.lse = shape, ELEMENTS[problem.dtype].lse
 
     def __call__(self, q, k, v, out):
         problem = self.problem
-        result = _allocate(np.empty, self.out) if out is None else _problem.canonical(out, problem.batch)
+        result = self.out(np.empty) if out is None else _problem.canonical(out, problem.batch)
         lse = np.empty(*self.lse) if problem.return_lse else None
         _numpy.forward(problem, *(_problem.canonical(x, problem.batch) for x in (q, k, v)), result, lse)
         out = _visible(result, problem) if out is None else out
@@ -134,46 +142,47 @@ class _GpuForward:
     def __init__(self, problem, plan):
         import cupy
 
-        self.cupy = cupy
         self.problem = problem
+        self.device, self.empty, self.return_lse = problem.device, cupy.empty, problem.return_lse
+        self.current_device, self.with_device = cupy.cuda.runtime.getDevice, cupy.cuda.Device
+        self.multiply = cupy.multiply
         self.copies = {copy.name: copy for copy in plan.copies}
-        self.out, self.lse = plan.buffers
+        self.out, self.lse = map(_Allocation, plan.buffers)
         self.steps = [] if 0 in self.lse.shape else [self._pack(step) for step in plan.steps]
 
     def _pack(self, step):
+        """What a launch needs, the arguments as bytes but for the pointers, which come first."""
         args = np.zeros(1, step.variant.args)
         for name, value in step.args.items():
             args[name] = value
-        return _compile.load(step.variant, self.problem.device), (step.grid,), (step.threads,), args, step.shared_bytes
+        kernel = _compile.load(step.variant, self.problem.device)
+        return kernel, (step.grid,), (step.threads,), args.tobytes()[_POINTERS.size :], step.shared_bytes
 
     def __call__(self, q, k, v, out):
-        runtime, device = self.cupy.cuda.runtime, self.problem.device
-        if runtime.getDevice() == device:
+        if self.current_device() == self.device:
             return self._run(q, k, v, out)
-        with self.cupy.cuda.Device(device):
+        with self.with_device(self.device):
             return self._run(q, k, v, out)
 
     def _run(self, q, k, v, out):
-        problem, copies = self.problem, self.copies
+        copies = self.copies
         if copies:
             q, k, v = (self._copied(copies[n], x) if n in copies else x for n, x in (("q", q), ("k", k), ("v", v)))
-        result = _allocate(self.cupy.empty, self.out) if out is None else out
-        lse = self.cupy.empty(self.lse.shape, self.lse.dtype) if problem.return_lse else None
+        result = self.out(self.empty) if out is None else out
+        lse = self.lse(self.empty) if self.return_lse else None
         written = self._rows(copies["out"]) if "out" in copies else result
-        pointers = (q.data.ptr, k.data.ptr, v.data.ptr, written.data.ptr, 0 if lse is None else lse.data.ptr)
-        for kernel, grid, threads, template, shared_bytes in self.steps:
-            args = template.copy()
-            args.view(np.uint64)[:5] = pointers
-            kernel(grid, threads, (args[0],), shared_mem=shared_bytes)
+        pointers = _POINTERS.pack(*(0 if x is None else x.data.ptr for x in (q, k, v, written, lse)))
+        for kernel, grid, threads, args, shared_bytes in self.steps:
+            kernel(grid, threads, (np.void(pointers + args),), shared_mem=shared_bytes)
         if written is not result:
-            target = result if out is None else _problem.canonical(out, problem.batch)
-            target[...] = written[..., : problem.value_dim]
-        out = _visible(result, problem) if out is None else out
-        return (out, _visible(lse, problem)) if problem.return_lse else out
+            target = result if out is None else _problem.canonical(out, self.problem.batch)
+            target[...] = written[..., : target.shape[-1]]
+        out = _visible(result, self.problem) if out is None else out
+        return (out, _visible(lse, self.problem)) if self.return_lse else out
 
     def _rows(self, copy):
         dtype = ELEMENTS[self.problem.dtype].dtype
-        return self.cupy.empty((*copy.shape[:-1], copy.pitch // dtype.itemsize), dtype)
+        return self.empty((*copy.shape[:-1], copy.pitch // dtype.itemsize), dtype)
 
     def _copied(self, copy, array):
         """A fresh addressable array with the contents of an input."""
@@ -183,7 +192,7 @@ class _GpuForward:
         if copy.factor == 1.0:
             rows[..., : copy.shape[-1]] = view
         else:
-            self.cupy.multiply(view, copy.factor, out=rows[..., : copy.shape[-1]], dtype=rows.dtype)
+            self.multiply(view, copy.factor, out=rows[..., : copy.shape[-1]], dtype=rows.dtype)
         return rows
 
 
@@ -227,7 +236,7 @@ def _like(array):
     """A new array of the shape, dtype and order of axes of another."""
     shape = array.shape
     order = _problem.Operand(shape, array.strides, True).order
-    return _allocate(np.empty, _plan.Buffer("", shape, array.dtype.name, order))
+    return _Allocation(_plan.Buffer("", shape, array.dtype.name, order))(np.empty)
 
 
 def _leading(array, problem):
@@ -249,7 +258,7 @@ def decode(q, k_cache, v_cache, lengths, page_table, scale, causal, window, retu
     )  # fmt: skip
     _on_the_cpu("decode", problem)
     if out is None:
-        out = _allocate(np.empty, _plan.Buffer("out", problem.out_shape, problem.dtype, problem.q.order))
+        out = _Allocation(_plan.Buffer("out", problem.out_shape, problem.dtype, problem.q.order))(np.empty)
     lse = np.empty(problem.lse_shape, ELEMENTS[problem.dtype].lse) if return_lse else None
     _numpy.decode(problem, q, k_cache, v_cache, lengths, page_table, out, lse)
     return (out, lse) if return_lse else out

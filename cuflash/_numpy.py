@@ -108,6 +108,12 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv):
                 grad[...] = total
 
 
+def _scale(problem, work):
+    """The scale in the format of the work; one beyond it is as good as its largest number."""
+    limit = float(np.finfo(work).max) / 2
+    return work.type(min(max(problem.scale, -limit), limit))
+
+
 # Tiles and tasks ------------------------------------------------------------------------------------------------
 
 
@@ -288,7 +294,7 @@ def _forward_task(problem, tiles, q, keys, values, out, lse, head):
     low, high = _reach(tiles)
     k, v = (np.asarray(read(low, high), work, order="C") for read in (keys, values))
     for tile in tiles:
-        scaled = tile.read(q, head, work) * work.type(problem.scale)
+        scaled = tile.read(q, head, work) * _scale(problem, work)
         o, log_sum = _forward_tile(scaled, k, v, tile.first - low, tile.end - low)
         out[tile.place(head)] = o.reshape(*tile.shape, o.shape[1])
         if lse is not None:
@@ -322,7 +328,7 @@ def _forward_tile(q, k, v, first, end):
 def _backward_task(problem, tiles, dout, q, out, lse, dlse, k, v, head):
     """dq of each tile, the run of keys that they see, and the tiles' share of dk and dv there."""
     work = _work(problem)
-    scale = work.type(problem.scale)
+    scale = _scale(problem, work)
     low, high = _reach(tiles)
     k, v = (np.asarray(x[low:high], work, order="C") for x in (k, v))
     dk, dv = np.zeros_like(k), np.zeros_like(v)

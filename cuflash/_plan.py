@@ -26,7 +26,8 @@ class Limits:
     processors: int
 
     def __str__(self):
-        return f"sm_{self.capability[0]}{self.capability[1]}, {self.shared_bytes // 1024} KB shared, {self.processors} SMs"
+        capability = "".join(map(str, self.capability))
+        return f"sm_{capability}, {self.shared_bytes // 1024} KB shared, {self.processors} SMs"
 
 
 # By capability, for planning where no such device is: shared memory a block may have, multiprocessors.
@@ -104,9 +105,9 @@ def _padded(head_dim, value_dim):
     return fit(head_dim, MIXED_DIMS), fit(max(value_dim, 1), MIXED_DIMS)
 
 
-def _shared_bytes(kernel, element, head_dim, value_dim, tile_q, tile_k, warps):
-    if kernel == "forward":  # q or out, then two stages of k and v; 48 bytes of facts a warp
-        return 2 * (tile_q * max(head_dim, value_dim) + 2 * tile_k * (head_dim + value_dim)) + 48 * warps
+def _shared_bytes(kernel, element, head_dim, value_dim, tile_q, tile_k, warps, stages):
+    if kernel == "forward":  # q or out, then the stages of k and v; 48 bytes of facts a warp
+        return 2 * (tile_q * max(head_dim, value_dim) + stages * tile_k * (head_dim + value_dim)) + 48 * warps
     size = ELEMENTS[element].itemsize  # q, then k or v, rows padded by an element; the weights
     return size * (tile_q * (head_dim + 1) + tile_k * (max(head_dim, value_dim) + 1) + tile_q * tile_k)
 
@@ -114,7 +115,7 @@ def _shared_bytes(kernel, element, head_dim, value_dim, tile_q, tile_k, warps):
 def forward_variant(dtype, mask, head_dim, value_dim, limits):
     """The portable engine's forward kernel for padded head dims."""
     if dtype in ("float16", "bfloat16"):
-        kernel, widest, registers = "forward", max(head_dim, value_dim), 0
+        kernel, widest, stages, registers = "forward", max(head_dim, value_dim), 2, 0
         if widest <= 32:
             tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 128: 0.97 of it, causal
         elif widest <= 64:
@@ -122,13 +123,13 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits):
         elif widest <= 128:
             tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 32: 0.95; 16 rows a warp: 0.80
         else:  # out of 32 rows does not fit the registers; 8 warps on 128 rows: 0.98
-            tile_q, tile_k, warps, blocks, registers = 64, 32, 4, 2, 1
+            tile_q, tile_k, warps, blocks, stages = 64, 64, 4, 2, 1
         if mask == "window" and limits.capability < (9, 0):  # no registers to spare where there are no uniform ones
-            tile_k, registers = min(tile_k, 32), 0
+            tile_k = min(tile_k, 32)
     else:
-        kernel, tile_q, tile_k, warps, blocks, registers = "forward_fma", 16, 16, 4, 1, 0
-    shared = _shared_bytes(kernel, dtype, head_dim, value_dim, tile_q, tile_k, warps)
-    return Variant(kernel, dtype, mask, head_dim, value_dim, tile_q, tile_k, warps, blocks, registers, shared)
+        kernel, tile_q, tile_k, warps, blocks, stages, registers = "forward_fma", 16, 16, 4, 1, 1, 0
+    shared = _shared_bytes(kernel, dtype, head_dim, value_dim, tile_q, tile_k, warps, stages)
+    return Variant(kernel, dtype, mask, head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, registers, shared)
 
 
 def variants(limits):
@@ -160,12 +161,15 @@ def _dense(operand, shape, itemsize):
     """The operand as a C-ordered copy of ``shape`` whose rows are whole 16-byte chunks."""
     pitch = -(-operand.shape[-1] * itemsize // 16) * 16
     strides = contiguous(shape, range(len(shape) - 1), itemsize, pitch)
-    strides = tuple(0 if length != full else stride for length, full, stride in zip(shape, operand.shape, strides, strict=True))
+    still = (length != full for length, full in zip(shape, operand.shape, strict=True))
+    strides = tuple(0 if s else stride for s, stride in zip(still, strides, strict=True))
     return Operand(operand.shape, strides, True), pitch
 
 
 def _addressable(operand, itemsize, chunk):
     """Whether a kernel can read the operand where it lies: contiguous rows that begin at multiples of ``chunk``."""
+    if 0 in operand.shape:  # nothing will be read
+        return True
     *lengths, dim = operand.shape
     *strides, last = operand.strides
     chunk = max(chunk, itemsize)
@@ -274,8 +278,9 @@ def _layout(problem, out, factor, chunk):
         if factors.get(name, 1.0) == 1.0 and _addressable(operand, itemsize, itemsize if name == "out" else chunk):
             operands[name] = operand
         else:
-            still = (name != "out" and stride == 0 for stride in operand.strides[:-1])
-            copy(name, (*(1 if s else n for s, n in zip(still, operand.shape, strict=False)), operand.shape[-1]))
+            axes = zip(operand.shape[:-1], operand.strides[:-1], strict=True)
+            still = (1 if name != "out" and stride == 0 else length for length, stride in axes)
+            copy(name, operand.shape if 0 in operand.shape else (*still, operand.shape[-1]))
     lengths, strides = _merged(problem.batch, tuple(operands.values()))
     if len(lengths) > 2:  # more leading axes than the kernel sees: lay all operands out alike
         for name, operand in given.items():

@@ -169,9 +169,9 @@ def _result(function, name, array, shape, dtype, inputs):
     if library(array) == "numpy" and not array.flags.writeable:
         raise ValueError(f"{function}: {name} is read-only; wanted an array that can be written")
     shadow = _shadow(array)
-    for axis, length in enumerate(array.shape):
+    for axis, length in enumerate(array.shape if array.size else ()):
         slab = shadow[(0,) * axis]
-        if length > 1 and array.size and np.shares_memory(slab[:1], slab[1:]):
+        if length > 1 and np.shares_memory(slab[:1], slab[1:]):
             raise ValueError(f"{function}: {name} overlaps itself (strides {array.strides}); wanted distinct elements")
     check_overlap(function, name, array, inputs)
 
@@ -272,7 +272,7 @@ def _engine(function, engine, found):
         wanted = ", ".join(map(repr, ENGINES))
         raise ValueError(f"{function}: engine is {engine!r}; wanted None or one of {wanted}")
     if engine is not None and (engine == "numpy") != (found == "numpy"):
-        raise ValueError(f"{function}: engine is {engine!r}, the arrays are {found}'s; wanted an engine that runs on them")
+        raise ValueError(f"{function}: engine is {engine!r}, the arrays are {found}'s; wanted an engine for those")
     return engine
 
 

@@ -22,12 +22,10 @@ _SCHEDULE = np.dtype([("tiles", np.int32), ("section", np.int32), ("heads", np.i
 def _args(scale_log2):
     pointers = [(name, np.uint64) for name in ("q", "k", "v", "out", "lse")]
     strides = [(f"{name}_strides", _STRIDES) for name in ("q", "k", "v", "out")]
+    blocks = [("schedule", _SCHEDULE), ("first_block", np.int64)]
     sizes = "queries keys heads group pack head_dim value_dim head_blocks batches1 first_shift end_shift out_vectors"
-    return np.dtype(
-        [*pointers, *strides, ("schedule", _SCHEDULE), ("first_block", np.int64), *((name, np.int32) for name in sizes.split())]
-        + [("scale_log2", scale_log2)],
-        align=True,
-    )
+    sizes = [(name, np.int32) for name in sizes.split()]
+    return np.dtype([*pointers, *strides, *blocks, *sizes, ("scale_log2", scale_log2)], align=True)
 
 
 # NVRTC has no offsetof before 13.1, but its front end's own operator.
@@ -56,6 +54,7 @@ class Variant:
     tile_k: int
     warps: int
     blocks_per_sm: int  # that the registers must leave room for
+    stages: int  # 2: the next tile is copied beside this one; 1: its keys beside these values, and so on in turn
     query_registers: int  # 1 where a warp keeps its rows of q in registers
     shared_bytes: int
 
@@ -63,8 +62,9 @@ class Variant:
     def name(self):
         """The facts spelled out: a label for benchmarks, tests and errors."""
         dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}v{self.value_dim}"
-        tiles = f"q{self.tile_q}_k{self.tile_k}_w{self.warps}_b{self.blocks_per_sm}" + "_qr" * self.query_registers
-        return f"{self.kernel}_{ELEMENTS[self.element].short}_{self.mask}_{dims}_{tiles}"
+        tiles = f"q{self.tile_q}_k{self.tile_k}_w{self.warps}_b{self.blocks_per_sm}"
+        flags = f"_s{self.stages}" + "_qr" * self.query_registers
+        return f"{self.kernel}_{ELEMENTS[self.element].short}_{self.mask}_{dims}_{tiles}{flags}"
 
     @property
     def entry(self):

@@ -5,36 +5,45 @@ errors, which are smaller; it is never exceeded, and a fault that shows in the n
 
 Model
 -----
-Write ``s_j`` for the scores of one row, ``p_j = exp(s_j - lse)`` for its weights, u for the roundoff of sums.
+Write ``s_j`` for the scores of one row, ``p_j = exp(s_j - lse)`` for its weights, T for the largest score, u for the
+unit roundoff of the arithmetic, n for the keys the row sees, and ``gamma(x) = x / (1 - x)`` for the relative error of x
+worth of roundoff (Higham, *Accuracy and Stability of Numerical Algorithms*, section 3.1).
 
-**Scores.** A dot product of D terms errs by at most ``gamma(D + n) sum |q_d k_jd|`` with ``gamma(n) = n u / (1 - n u)``
-(Higham, *Accuracy and Stability of Numerical Algorithms*, section 3.1), n the roundings of each product: none where
-16-bit inputs meet in float32. A tensor core sums 16 products and the accumulator after aligning them to the largest;
-it may cut what is aligned away, so it counts as 16 roundings of u = 2^-23. Call the error, times scale, ``a_j``.
+**Scores.** A dot product of D terms errs by at most ``gamma((D + x) u) sum |q_d k_jd|`` in any order, x the roundings of
+a product before it is summed. A tensor core aligns 8 or 16 exact products and the accumulator to the largest of them
+and cuts what is aligned away (Fasi et al., *Numerical behavior of NVIDIA tensor cores*, 2021): less than 2^-24 of the
+largest for each, and 2^-23 of the sum, so D terms cost less than D roundings of u = 2^-23. Times scale: ``a_j``.
 
-**Weights.** A weight is ``2^(s_j c - r)`` with ``c = scale log2 e`` rounded and r the row's reference, which lags the
-largest score by at most 8; r enters out and lse alike and cancels. Rounding c and the argument costs
-``2 u g_j``, with the gap ``g_j = max_i s_i - s_j + lag`` in natural units; the exponential costs ``e``. What was summed
-before the reference rose is rescaled: each time costs ``e + 2 u``, and since the reference rises by 8 or more at a
-time, key j sees at most ``1 + g_j / (8 log 2)`` of it that matter. (The CPU engine raises at each of its chunks.)
-So the computed weight is ``w_j (1 + t_j)``, ``|t_j| <= T_j = expm1(a_j + 2 u g_j + e + rescales)``, and for exact sums
+**Weights.** A weight is ``2^(c x_j - r)``, x_j the dot product, ``c = scale log2 e``, r the row's reference. Any r serves,
+since out and lse share it; it lags the largest score so far by at most ``lag`` (8 in units of log2). When it rises, what
+was summed before is rescaled. Rounding c costs ``2 u (T - s_j)``, for what all scores share cancels. The arguments of
+the exponential and of the rescales after it add up to at most ``T - s_j + 2 lag``, and cost u of that. Each exponential
+errs by e. How often is key j rescaled? Less than once a tile; and where there is a lag at most ``1 + (T - s_j) / lag``
+times, since each rise exceeds it. With R_j rescales the weight is ``p_j (1 + t_j)``, up to a factor of all, where
 
-    out' - out = sum p_j t_j (v_j - out) / sum p_j (1 + t_j)
+    |t_j| <= expm1(a_j + u (3 (T - s_j) + 2 lag) + (1 + R_j) e)
 
-hence an error of at most ``sum p_j T_j |v_j - out| / (1 - sum p_j T_j)``.
+and ``T_j`` is p_j times that, plus the least normal number, below which a weight may be flushed to 0. For exact sums
 
-**Sums.** Weights are rounded to the format in which they meet v (relative ``u_p``; in float16 also ``2^-25`` where they
-underflow, against a largest weight of 1 or more), and n products are summed: together at most
-``(u_p + gamma(n)) sum p_j |v_j|``. The sum of weights errs by ``gamma`` of its depth. Division and rounding to the
-output's format end it; results below the smallest normal number may be flushed to 0.
+    out' - out = sum p_j t_j (v_j - out) / sum p_j (1 + t_j),    |out' - out| <= sum T_j |v_j - out| / (1 - sum T_j)
 
-**lse** is ``(r + log2 sum) log 2``: it takes ``sum p_j (T_j + u |s_j|)``, the error of the sum, of the logarithm, and
-three roundings of itself.
+of which Cauchy and Schwarz make matrix products: ``sum T |v - out| <= sqrt(sum T * sum T (v - out)^2)``.
+
+**Sums.** Where weights meet v in 16 bits, each errs by ``u_p`` of itself, and in float16 by 2^-25 of the row's reference
+if it underflows. Summing n products errs by ``gamma(n u + R_j u)``, summing the weights themselves by the like with
+the depth of their sum instead of n. These meet ``p_j |v_j|`` and ``p_j |out|``: nothing cancels. Whatever the weights, out
+lies in the hull of the v_j, which bounds the error where T_j is no use. Division and its factor cost ``2 u``, the format
+of the output its roundoff; numbers below the smallest normal one may be flushed to 0.
+
+**lse** is ``(r + log2 sum) log 2``. It takes ``sum T_j``, the error of c, now in full: ``2 u |s_j|``, that of the sum of
+weights, of the logarithm, and four roundings of itself.
 
 **Gradients.** P is made again from lse, so its relative error is ``expm1`` of the errors of s and lse and of the
-exponential. With B, C the errors of ``dout . v`` and of ``delta = dout . out`` (out being known to its own bound),
-``ds = p (dout . v - delta + dlse)`` errs by ``p (B + C + 3 u (...)) + T |ds|``, and errors pass through the last
-products linearly.
+exponential and its argument. With B, C the errors of ``dout . v`` and of ``delta = dout . out`` (out being known to its
+own bound), ``ds = p (dout . v - delta + dlse)`` errs by ``p (B + C + 4 u |...|) + (error of p) |...|``, P and dS are rounded
+where they meet the next product in 16 bits, and errors pass through the last products linearly.
+
+In float64 every u is twice that of the format, since the reference rounds too.
 
 The bound is infinite where a score leaves the format of the accumulator, or a result that of the output.
 """
@@ -46,7 +55,8 @@ import numpy as np
 
 from .reference import Heads, double, product, scores, sequences, softmax, visible, weighted
 
-LAG = 8 * math.log(2)
+LAG = 8 * math.log(2)  # of the kernels' softmax
+MOST = 600.0  # of an exponent's error: it is hopeless, but must not overflow
 
 
 @dataclass(frozen=True)
@@ -68,9 +78,9 @@ class Path:
     exponential, logarithm : float
         Relative error of the exponential, error of the logarithm.
     lag : float
-        How far the reference may lag the largest score.
-    chunk : int
-        Keys after which the reference may rise; 0 where it rises by steps of ``lag``.
+        How far the reference may lag the largest score, natural units.
+    tile : int
+        Fewest keys between two rises of the reference.
     depth : int
         Weights that share one chain of additions are every ``depth``-th.
     u_out, least_out, largest_out : float
@@ -87,7 +97,7 @@ class Path:
     exponential: float
     logarithm: float
     lag: float
-    chunk: int
+    tile: int
     depth: int
     u_out: float
     least_out: float
@@ -97,15 +107,11 @@ class Path:
 
     def gamma(self, terms):
         """Relative error of a product's sum of so many terms."""
-        return _gamma(terms * self.u_sum)
-
-
-def _gamma(nu):
-    return nu / (1 - nu) if nu < 1 else math.inf
+        return gamma(terms * self.u_sum)
 
 
 _F32 = {"u": 2.0**-24, "tiny": 2.0**-126, "largest": 2.0**127}
-_F64 = {"u": 2.0**-53, "tiny": 2.0**-1022, "largest": 2.0**1023}
+_F64 = {"u": 2.0**-52, "tiny": 2.0**-1022, "largest": 2.0**1023}
 _OUT = {
     "float16": {"u_out": 2.0**-11, "least_out": 2.0**-25, "largest_out": 65504.0},
     "bfloat16": {"u_out": 2.0**-8, "least_out": 2.0**-126, "largest_out": 2.0**127},
@@ -119,12 +125,13 @@ def _paths():
     for dtype, out in _OUT.items():
         base = _F64 if dtype == "float64" else _F32
         u = base["u"]
+        ulps = 2 if dtype == "float64" else 8  # one unit in the last place, here and in the reference; four, says NumPy
         plain = {
-            **base, **out, "u_sum": u, "product": 2, "u_weight": 0.0, "least_weight": 0.0, "lag": 0.0, "chunk": 1024,
-            "depth": 1, "exponential": 6 * u, "logarithm": 4 * u,
+            **base, **out, "u_sum": u, "product": 2, "u_weight": 0.0, "least_weight": 0.0, "lag": 0.0, "tile": 64,
+            "depth": 1, "exponential": ulps * u, "logarithm": ulps * u,
         }  # fmt: skip
         paths[f"numpy {dtype}"] = Path(**plain)
-        gpu = {**plain, "product": 0, "lag": LAG, "chunk": 0, "depth": 8}
+        gpu = {**plain, "product": 0, "lag": LAG, "tile": 16, "depth": 8}
         if dtype != "float64":  # ex2.approx and lg2.approx
             gpu |= {"exponential": 2.0**-22, "logarithm": 2.0**-22}
         if out["u_out"]:  # weights meet v in 16 bits, on tensor cores
@@ -213,14 +220,14 @@ def forward(q, k, v, *, path, scale=None, causal=False, window=None, rows=None):
     True
     """
     path, heads = path_of(path), Heads(q, k, v)
-    mask = visible(heads.queries, heads.keys, causal=causal, window=window)
-    chosen = np.arange(heads.queries) if rows is None else np.asarray(rows)
-    shape = (*heads.shape, len(chosen))
+    mask = visible(heads.queries, heads.keys, causal=causal, window=window, rows=rows)
+    chosen = slice(None) if rows is None else rows
+    shape = (*heads.shape, len(mask))
     out, lse = np.zeros((*shape, heads.value_dim)), np.full(shape, -np.inf)
     out_bound, lse_bound = np.zeros_like(out), np.zeros_like(lse)
     factor = heads.scale(scale)
     for place, (q1, k1, v1) in heads:
-        row = _Rows(path, q1[chosen], k1, v1, mask[chosen], factor)
+        row = _Rows(path, q1[chosen], k1, v1, mask, factor)
         out[place], lse[place] = row.out, row.lse
         out_bound[place], lse_bound[place] = row.out_bound(), row.lse_bound()
     return Bounded(*(heads.seen(x) for x in (out, lse, out_bound, lse_bound)))
@@ -307,99 +314,138 @@ class _Rows:
         self.p, self.lse = softmax(self.s)
         self.out = weighted(self.p, v, self.seen)
         self.alive = self.seen.any(axis=1)
-        self.keys = self.seen.sum(axis=1)  # of each row
+        self.keys = mask.sum(axis=1)  # of each row
         with np.errstate(all="ignore"):
-            sizes = np.where(self.seen, product(np.abs(q), np.abs(k.T)), 0)
-            terms = q.shape[1] + path.product
-            self.score_error = abs(scale) * (path.gamma(terms) * sizes + terms * path.tiny)
-            overflows = np.maximum(sizes, 2 * abs(scale) * sizes).max(axis=1, initial=0) > path.largest
-            self.score_error[overflows] = np.inf
-            top = self.s.max(axis=1, initial=-np.inf)
-            self.top = np.where(self.alive, top, 0)
-            self.gap = np.where(self.seen, self.top[:, None] - self.s, 0) + path.lag
-            if path.chunk:
-                rises = np.ceil(mask.shape[1] / path.chunk)
-            else:
-                rises = 1 + self.gap / LAG
-            rescales = rises * (path.exponential + 2 * path.u) + path.u * self.gap
-            relative = self.score_error + 2 * path.u * self.gap + path.exponential + rescales
-            self.weight_error = np.where(self.seen, np.expm1(relative), 0)  # T
-            self.mean_error = (self.p * self.weight_error).sum(axis=1)  # sum p T
-            self.rest = 1 - self.mean_error
-            depth = np.ceil(self.keys / path.depth) + 4
-            self.sum_error = _gamma_of(depth * path.u) + path.tiny * self.keys
+            q_size, k_size = (np.where(np.isfinite(x), np.abs(x), 0) for x in (q, k))
+            sizes = np.where(self.seen, product(q_size, k_size.T), 0)
+            flushed = q_size.sum(axis=1)[:, None] + k_size.sum(axis=1) + sizes + q.shape[1]
+            self.score_error = abs(scale) * path.gamma(q.shape[1] + path.product) * sizes
+            self.score_error += max(1, abs(scale)) * path.tiny * flushed
+            most = max(1, 2 * abs(scale))
+            largest = np.maximum(sizes.max(axis=1, initial=0), q_size.max(axis=1, initial=0))
+            self.overflows = self.alive & (most * largest > path.largest)
+            # A row that is NaN is NaN; what its errors are is of no matter, so long as they are numbers.
+            valid = ~np.isnan(self.lse)[:, None]
+            live = self.seen & valid
+            self.weights = np.where(live, self.p, 0)
+            top = np.where(self.alive & valid[:, 0], self.s.max(axis=1, initial=-np.inf), 0)
+            distance = np.where(live, top[:, None] - self.s, 0)
+            self.first = np.where(self.alive & valid[:, 0], np.exp(top - self.lse), 0)  # the largest weight
+            rises = np.maximum(self.keys + path.tile - 2, 0)[:, None] // path.tile
+            self.rises = np.minimum(rises, 1 + distance / path.lag) if path.lag else rises + 0 * distance
+            self.relative = self.score_error + path.u * (3 * distance + 2 * path.lag)
+            self.relative += (1 + self.rises) * path.exponential
+            self.weight_error = np.expm1(np.minimum(self.relative, MOST)) * self.weights + path.tiny * live  # p T
+            self.mean_error = self.weight_error.sum(axis=1)
+            self.heavier = self.weights + self.weight_error
+            depth = np.clip(np.ceil(self.keys / path.depth) + 4, 0, np.maximum(self.keys - 1, 0))
+            self.sum_error = gamma((depth[:, None] + self.rises) * path.u)
 
     def out_bound(self):
         """Error of out."""
-        path, p = self.path, self.p
+        path = self.path
         with np.errstate(all="ignore"):
-            heavier = p * (1 + self.weight_error)
-            moved = np.stack(
-                [(p * self.weight_error * np.abs(self.v[:, d] - self.out[:, d, None])).sum(axis=1, where=self.seen)
-                 for d in range(self.v.shape[1])], axis=1,
-            ).reshape(self.out.shape)  # fmt: skip
-            sizes = weighted(heavier, np.abs(self.v), self.seen)
-            faint = np.exp(self.top - self.lse)[:, None] * (path.least_weight + path.tiny) * product(
-                self.seen.astype(float), np.abs(np.where(np.isfinite(self.v), self.v, 0))
-            )
-            gamma = _gamma_of(self.keys * path.u_sum)[:, None] + path.u_weight
-            errors = (moved + gamma * sizes + faint) / self.rest[:, None]
-            errors += (np.abs(self.out) + errors) * (self.sum_error + 2 * path.u)[:, None]
-            errors = _rounded(path, self.out, errors)
-            errors = np.where((self.rest > 0)[:, None] & ~np.isnan(errors), errors, np.inf)
+            v = np.where(np.isfinite(self.v), self.v, 0)
+            size, out = np.abs(v), np.where(np.isfinite(self.out), self.out, 0)
+            hull = size.max(axis=0, initial=0) + np.abs(out)  # at least any |v_j - out|
+            unit = np.where(size.max(axis=0, initial=0) > 0, size.max(axis=0, initial=0), 1)  # squares must not overflow
+            v1, out1, error1 = v / unit, out / unit, self.mean_error[:, None]
+            squares = product(self.weight_error, v1**2) + error1 * out1**2
+            square = np.maximum(squares - 2 * out1 * product(self.weight_error, v1), 0) + 2.0**-50 * squares
+            moved = unit * np.sqrt(error1 * square)  # at least sum p T |v_j - out|
+
+            faint = np.minimum(self.heavier, path.least_weight * self.first[:, None])
+            coarse = np.maximum(path.u_weight * self.heavier, faint)
+            coarse += gamma(self.keys[:, None] * path.u_sum + self.rises * path.u) * self.heavier
+            sums = product(coarse, size) + np.abs(out) * (self.sum_error * self.heavier).sum(axis=1)[:, None]
+            sums += path.tiny * (4 * self.keys[:, None] + product(self.seen.astype(float), size))
+            rest = (1 - self.mean_error)[:, None] * (1 - self.sum_error.max(axis=1, initial=0))[:, None]
+            errors = np.where(rest > 0.5, (moved + sums) / rest, np.inf)
+            worst_sums = path.u_weight + path.least_weight + gamma(2 * (self.keys[:, None] + 4) * path.u_sum)
+            errors = np.minimum(errors, hull * (1 + 2 * worst_sums))
+            errors += 2 * path.u * (np.abs(out) + errors)
+            errors = _rounded(path, out, errors)
+            overflows = np.exp(path.lag) * product(self.seen.astype(float), size) > path.largest
+            # An infinite v_j shows unless its weight may have become 0.
+            lost = self.seen & ~(self.weights > 2 * (path.least_weight + path.tiny))
+            overflows |= (product(lost.astype(float), np.isinf(self.v).astype(float)) > 0) & np.isinf(self.out)
+            errors = np.where(overflows | self.overflows[:, None], np.inf, errors)
         return np.where(self.alive[:, None], errors, 0)
 
     def lse_bound(self):
         """Error of lse."""
         path = self.path
         with np.errstate(all="ignore"):
-            spread = (self.p * np.abs(np.where(self.seen, self.s, 0))).sum(axis=1)
-            logarithm = path.logarithm * np.maximum(1, np.abs(self.lse - self.top) + path.lag)
-            errors = self.mean_error / self.rest + path.u * spread + self.sum_error + logarithm
-            errors += 3 * path.u * (np.abs(self.lse) + errors) + path.tiny
-            errors = np.where((self.rest > 0) & ~np.isnan(errors), errors, np.inf)
+            lse = np.where(np.isfinite(self.lse), self.lse, 0)
+            s = np.where(self.weights > 0, self.s, 0)
+            shift = (self.heavier * (2 * path.u * np.abs(s) + self.sum_error)).sum(axis=1)
+            rest = 1 - self.mean_error
+            errors = np.where(rest > 0.5, (self.mean_error + shift) / rest, np.inf)
+            # lse moves by no more than the score that moves most.
+            live = self.weight_error > 0
+            most = self.relative + 2 * path.u * np.abs(self.s) + self.sum_error
+            most = np.where(live, most, 0).max(axis=1, initial=0)
+            errors = np.minimum(errors, most)
+            errors += path.logarithm * np.maximum(1, path.lag - np.log(np.where(self.first > 0, self.first, 1)))
+            errors += 4 * path.u * (np.abs(lse) + errors) + path.tiny
+            errors = np.where(self.overflows, np.inf, errors)
         return np.where(self.alive, errors, 0)
 
     def gradients(self, dout, dlse):
         """Exact gradients (dq, dk, dv), their errors, and sums of absolute terms."""
-        path, seen = self.path, self.seen
+        path, seen, p = self.path, self.seen, self.weights
         with np.errstate(all="ignore"):
-            dout = np.where(self.alive[:, None], dout, 0)
-            dlse = np.where(self.alive, dlse, 0)
-            width = dout.shape[1]
-            sizes = np.abs(dout)
-            dp = np.where(seen, product(dout, self.v.T), 0)
-            dp_size = np.where(seen, product(sizes, np.abs(self.v.T)), 0)
-            delta, delta_size = (dout * self.out).sum(axis=1), (sizes * np.abs(self.out)).sum(axis=1)
-            dp_error = path.gamma(width) * dp_size
-            delta_error = path.gamma(width) * delta_size + (sizes * self.out_bound()).sum(axis=1) * (1 + path.u)
-            slope = dp - (delta - dlse)[:, None]
-            slope_size = np.abs(dp) + (np.abs(delta) + np.abs(dlse))[:, None]
-            relative = self.score_error + self.lse_bound()[:, None] + path.exponential
-            relative += 2 * path.u * (np.abs(self.s) + np.abs(self.lse)[:, None])
-            p_error = np.where(seen, self.p * np.expm1(relative), 0) + path.tiny
-            slope_error = dp_error + delta_error[:, None] + 3 * path.u * (slope_size + dp_error + delta_error[:, None])
-            ds = np.where(seen, self.p * slope, 0)
-            ds_error = (self.p + p_error) * slope_error + p_error * np.abs(slope)
-            ds_error += (path.u + path.u_weight) * (np.abs(ds) + ds_error)
-            ds_error = np.where(seen, ds_error, 0)
-            p_error = np.where(seen, p_error + path.u_weight * (self.p + p_error), 0)
-            by_rows, by_keys = path.gamma(len(dout) + 2), path.gamma(len(self.k) + 2)
-            scale = abs(self.scale)
-            exact, errors, totals = [], [], []
-            for left, left_error, right, sees, gamma, factor in (
-                (ds, ds_error, self.k, seen, by_keys, self.scale),
-                (ds.T, ds_error.T, self.q, seen.T, by_rows, self.scale),
-                (self.p.T, p_error.T, dout, seen.T, by_rows, 1.0),
+            exact = self._exact_gradients(dout, dlse)
+            q, k, v, dout, dlse, s, lse, out = (
+                np.where(np.isfinite(x), x, 0) for x in (self.q, self.k, self.v, dout, dlse, self.s, self.lse, self.out)
+            )
+            size, width = np.abs(dout), dout.shape[1]
+            delta = (dout * out).sum(axis=1)
+            dp_error = path.gamma(width) * product(size, np.abs(v.T))
+            dp_error += path.tiny * (width + size.sum(axis=1)[:, None] + np.abs(v).sum(axis=1))
+            out_error = self.out_bound()
+            delta_error = gamma((width + 1) * path.u) * (size * (np.abs(out) + out_error)).sum(axis=1)
+            delta_error += (size * out_error).sum(axis=1, where=size > 0) + 2 * path.u * (np.abs(delta) + np.abs(dlse))
+            slope = np.where(seen, product(dout, v.T) - (delta - dlse)[:, None], 0)
+            slope_error = dp_error + delta_error[:, None] + 3 * path.u * np.abs(slope)
+
+            exponent_error = 2 * path.u * (np.abs(s) + np.abs(lse)[:, None]) + path.u * np.abs(s - lse[:, None])
+            relative = self.score_error + self.lse_bound()[:, None] + path.exponential + exponent_error
+            p_error = np.where(seen, p * np.expm1(np.minimum(relative, MOST)) + path.tiny, 0)
+            ds = p * slope
+            ds_error = np.where(seen, (p + p_error) * slope_error + p_error * np.abs(slope), 0)
+            ds_error += path.u * (np.abs(ds) + ds_error)
+            if path.u_weight and (np.abs(ds) + ds_error).max(initial=0) > path.largest_out:
+                ds_error = np.where(seen, np.inf, 0)
+            p_error, ds_error = (
+                e + np.maximum(path.u_weight * (np.abs(x) + e), np.minimum(path.least_weight, np.abs(x) + e))
+                for x, e in ((p, p_error), (ds, ds_error))
+            )
+            by_rows, by_keys = (gamma((n + 4) * path.u_sum) for n in seen.shape)
+            scale, errors, totals = abs(self.scale), [], []
+            for left, left_error, right, share, factor in (
+                (ds, ds_error, k, by_keys, scale),
+                (ds.T, ds_error.T, q, by_rows, scale),
+                (p.T, p_error.T, dout, by_rows, 1.0),
             ):
-                total = weighted(np.abs(left) + left_error, np.abs(right), sees)
-                exact.append(factor * weighted(left, right, sees))
-                errors.append(abs(factor) * (weighted(left_error, np.abs(right), sees) + gamma * total))
-                totals.append(abs(factor) * total)
+                # Where both q and scale are small their product may be flushed; so may any term.
+                tiny = path.tiny * max(1, factor) * (2 * left.shape[1] + np.abs(left).sum(axis=1)[:, None])
+                total = factor * product(np.abs(left) + left_error, np.abs(right))
+                errors.append(factor * product(left_error, np.abs(right)) + share * total + tiny)
+                totals.append(total)
             errors = [np.where(np.isnan(e), np.inf, e) for e in errors]
         return exact, errors, totals
 
+    def _exact_gradients(self, dout, dlse):
+        seen = self.seen
+        dout, dlse = np.where(self.alive[:, None], dout, 0), np.where(self.alive, dlse, 0)
+        delta = (dout * self.out).sum(axis=1) - dlse
+        ds = np.where(seen, self.p * (product(dout, self.v.T) - delta[:, None]), 0)
+        dq, dk = weighted(ds, self.k, seen), weighted(ds.T, self.q, seen.T)
+        return self.scale * dq, self.scale * dk, weighted(self.p.T, dout, seen.T)
 
-def _gamma_of(nu):
+
+def gamma(nu):
+    """Relative error of so much roundoff, Higham's ``n u / (1 - n u)``; infinite from 1 on."""
     with np.errstate(all="ignore"):
-        return np.where(nu < 1, nu / (1 - nu), np.inf)
+        return np.where(np.asarray(nu) < 1, nu / (1 - np.asarray(nu)), np.inf)

@@ -20,7 +20,7 @@ import math
 import numpy as np
 
 
-def visible(queries, keys, *, causal=False, window=None):
+def visible(queries, keys, *, causal=False, window=None, rows=None):
     """Which keys each row sees.
 
     Parameters
@@ -31,6 +31,8 @@ def visible(queries, keys, *, causal=False, window=None):
         With ``offset = keys - queries`` (0 for "top-left"), row i sees no key beyond ``i + offset``.
     window : (left, right), optional
         Row i sees no key outside ``[i + offset - left, i + offset + right]``; None is unlimited.
+    rows : array of int, optional
+        The query rows wanted; the mask then has these only.
 
     Returns
     -------
@@ -43,8 +45,9 @@ def visible(queries, keys, *, causal=False, window=None):
            [1, 1, 1, 1]])
     """
     offset = 0 if causal == "top-left" else keys - queries
-    distance = np.arange(keys)[None, :] - np.arange(queries)[:, None] - offset
-    mask = np.ones((queries, keys), bool)
+    i = np.arange(queries)[slice(None) if rows is None else rows]
+    distance = np.arange(keys)[None, :] - i[:, None] - offset
+    mask = np.ones(distance.shape, bool)
     left, right = window or (None, None)
     if left is not None:
         mask &= distance >= -left
@@ -79,12 +82,12 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, rows=None):
     array([0.69314718, 0.69314718])
     """
     heads = Heads(q, k, v)
-    mask = visible(heads.queries, heads.keys, causal=causal, window=window)
-    chosen = np.arange(heads.queries) if rows is None else np.asarray(rows)
-    out = np.zeros((*heads.shape, len(chosen), heads.value_dim))
-    lse = np.full((*heads.shape, len(chosen)), -np.inf)
+    mask = visible(heads.queries, heads.keys, causal=causal, window=window, rows=rows)
+    chosen = slice(None) if rows is None else rows
+    out = np.zeros((*heads.shape, len(mask), heads.value_dim))
+    lse = np.full((*heads.shape, len(mask)), -np.inf)
     for place, (q1, k1, v1) in heads:
-        s = scores(q1[chosen], k1, mask[chosen], heads.scale(scale))
+        s = scores(q1[chosen], k1, mask, heads.scale(scale))
         p, lse[place] = softmax(s)
         out[place] = weighted(p, v1, s != -np.inf)
     return heads.seen(out), heads.seen(lse)
@@ -173,7 +176,8 @@ def sequences(q, k_cache, v_cache, lengths=None, page_table=None):
             length = k_cache.shape[-2] if lengths is None else int(host(lengths)[b])
             k1, v1 = (cache[b, :, :length] for cache in (k_cache, v_cache))
         else:
-            length, size = int(host(lengths)[b]), k_cache.shape[-2]
+            size = k_cache.shape[-2]
+            length = page_table.shape[1] * size if lengths is None else int(host(lengths)[b])
             pages = host(page_table)[b, : -(-length // size)]
             k1, v1 = (
                 cache[pages].swapaxes(0, 1).reshape(cache.shape[1], -1, cache.shape[-1])[:, :length]

@@ -25,7 +25,6 @@ static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of 16 keys");
 constexpr int THREADS = WARP * WARPS;
 constexpr int ROWS = TILE_Q / WARPS;  // of one warp
 constexpr int BLOCKS = ROWS / 16;     // of 16 rows, one A operand each
-constexpr int STAGES = 2;
 
 using QueryTile = Tile<HEAD_DIM>;
 using KeyTile = Tile<HEAD_DIM>;
@@ -72,6 +71,15 @@ __device__ __forceinline__ Dense locate(const Args& args) {
 using Scores = float[BLOCKS][TILE_K / 8][4];
 using Out = float[BLOCKS][VALUE_DIM / 8][4];
 using Rows = SoftmaxRow<float>[BLOCKS][2];
+
+// Spelled out: of an array of arrays of classes, NVRTC 13.0 runs the default initialisers of the first array alone.
+__device__ __forceinline__ void clear(Rows& rows) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) rows[block][half] = SoftmaxRow<float>{};
+    }
+}
 
 // Row and column, within the warp's rows and the tile, of element e of an accumulator's 16 x 8 block.
 __device__ __forceinline__ int row_of(int lane, int block, int half) { return 16 * block + 8 * half + lane / 4; }
@@ -151,10 +159,10 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
     }
 }
 
-// One row of out again, by a warp, reading visible keys only: for rows where a hidden value that is not finite may
-// have met a weight of 0 on the tensor cores.
+// One row again, by a warp, reading visible keys only and rounding each score by itself: for rows where a hidden value
+// that is not finite may have met a weight of 0 on the tensor cores, or whose scores are huge.
 __device__ __noinline__ void careful_row(const Args& args, const char* q, const char* k, const char* v, char* out,
-                                         int first, int end) {
+                                         char* lse, int first, int end) {
     constexpr int MOST = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;
     const int lane = lane_index();
     float query[MOST], sums[MOST] = {};
@@ -174,7 +182,7 @@ __device__ __noinline__ void careful_row(const Args& args, const char* q, const 
         }
 #pragma unroll
         for (int lanes = WARP / 2; lanes > 0; lanes /= 2) s += shuffle_xor(s, lanes);
-        return s * args.scale_log2;
+        return multiply(s, args.scale_log2);
     };
     SoftmaxRow<float> row;
     for (int j = first; j < end; ++j) row.reference = maximum(row.reference, score(j));
@@ -200,6 +208,7 @@ __device__ __noinline__ void careful_row(const Args& args, const char* q, const 
             store_global(out + 2 * d, Element{bits});
         }
     }
+    if (args.lse != nullptr && lane == 0) store_global(lse, row.lse());
 }
 
 // Writes the warp's rows of out and lse. out goes through shared memory, so that rows leave in whole chunks; lse is
@@ -209,6 +218,11 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
     const int lane = lane_index();
     const Dense place = locate(args);  // again, rather than in registers all along
     const int warp_row = place.tile * TILE_Q + warp_index() * ROWS;
+    auto out_row = [&](int r) { return const_cast<char*>(place.row(args.out, args.out_strides, warp_row + r)); };
+    auto lse_of = [&](int r) {
+        int64 head = place.batch() * args.heads + place.head_of(warp_row + r);
+        return args.lse + (head * args.queries + place.query(warp_row + r)) * sizeof(float);
+    };
     uint32 suspects[BLOCKS][2];
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
@@ -226,15 +240,11 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
                 store_shared(warp_shared + ValueTile::offset(r, n) + lane % 4 * 4, cvt_pair(Element{}, low, high));
             }
             const bool inside = warp_row + r < place.rows();
-            suspects[block][half] = ballot(inside && finite != 0.0f && is_finite(inverse));
-            if (inside && args.lse != nullptr && lane % 4 == 0) {
-                int64 head = place.batch() * args.heads + place.head_of(warp_row + r);
-                store_global(args.lse + (head * args.queries + place.query(warp_row + r)) * sizeof(float), row.lse());
-            }
+            suspects[block][half] = ballot(inside && ((finite != 0.0f && is_finite(inverse)) || row.too_coarse()));
+            if (inside && args.lse != nullptr && lane % 4 == 0) store_global(lse_of(r), row.lse());
         }
     }
     sync_warp();
-    auto out_row = [&](int r) { return const_cast<char*>(place.row(args.out, args.out_strides, warp_row + r)); };
     if (args.out_vectors) {
         for (int n = lane; n < ROWS * ValueTile::CHUNKS; n += WARP) {
             int r = n / ValueTile::CHUNKS, chunk = n % ValueTile::CHUNKS;
@@ -262,7 +272,7 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
                 careful_row(args, place.row(args.q, args.q_strides, warp_row + r),
                             args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group),
                             args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group),
-                            out_row(r), mask.first_key(i), mask.end_key(i));
+                            out_row(r), lse_of(r), mask.first_key(i), mask.end_key(i));
             }
         }
     }
@@ -306,19 +316,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_for
         cp_async_commit_group();
     }
 
-    auto load = [&](int t) {
+    auto load_keys = [&](int t) {
         const Facts facts = load_shared<Facts>(facts_shared());
-        const int first = facts.first_key - t * TILE_K, end = facts.end_key - t * TILE_K;
-        const int64 row = static_cast<int64>(t) * TILE_K;
-        TileCopy<TILE_K, HEAD_DIM, THREADS>::copy(shared + KEY_START + t % STAGES * KEY_BYTES,
-                                                  facts.k + row * args.k_strides.row, args.k_strides.row,
-                                                  args.head_dim, first, end);
-        TileCopy<TILE_K, VALUE_DIM, THREADS>::copy(shared + VALUE_START + t % STAGES * VALUE_BYTES,
-                                                   facts.v + row * args.v_strides.row, args.v_strides.row,
-                                                   args.value_dim, first, end);
-        cp_async_commit_group();
+        TileCopy<TILE_K, HEAD_DIM, THREADS>::copy(
+            shared + KEY_START + t % STAGES * KEY_BYTES, facts.k + static_cast<int64>(t) * TILE_K * args.k_strides.row,
+            args.k_strides.row, args.head_dim, facts.first_key - t * TILE_K, facts.end_key - t * TILE_K);
     };
-    if (tile >= first_tile) load(tile);
+    auto load_values = [&](int t) {
+        const Facts facts = load_shared<Facts>(facts_shared());
+        TileCopy<TILE_K, VALUE_DIM, THREADS>::copy(
+            shared + VALUE_START + t % STAGES * VALUE_BYTES,
+            facts.v + static_cast<int64>(t) * TILE_K * args.v_strides.row, args.v_strides.row, args.value_dim,
+            facts.first_key - t * TILE_K, facts.end_key - t * TILE_K);
+    };
+    if (tile >= first_tile) {
+        load_keys(tile);
+        if (STAGES == 2) load_values(tile);
+        cp_async_commit_group();
+    }
 
     const uint32 lane_q = lane_of_a<HEAD_DIM>(), lane_k = lane_of_b<HEAD_DIM>(), lane_v = lane_of_a<VALUE_DIM>();
     auto fetch_query = [&](uint32(&a)[4], int block, int step) {
@@ -344,21 +359,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_for
     };
     Out out = {};
     Rows rows;
+    clear(rows);
 
     for (; tile >= first_tile; --tile) {
         cp_async_wait_group<0>();
-        sync_threads();  // the tile is here for all warps, and all have left the stage that is filled next
-        if (tile > first_tile) load(tile - 1);
+        sync_threads();  // what was copied is here for all warps, and all have left what is filled next
+        if constexpr (STAGES == 1) {
+            load_values(tile);
+            cp_async_commit_group();
+        } else if (tile > first_tile) {
+            load_keys(tile - 1);
+            load_values(tile - 1);
+            cp_async_commit_group();
+        }
 
         const int key = tile * TILE_K;
         const Facts facts = load_shared<Facts>(facts_shared());
-        if (!Mask::SEES_ALL && (key >= facts.some_end || key + TILE_K <= facts.some_first)) continue;
+        const bool seen = Mask::SEES_ALL || (key < facts.some_end && key + TILE_K > facts.some_first);
+        if (STAGES == 2 && !seen) continue;
         Scores scores;
-        multiply_transposed<Element, BLOCKS, TILE_K / 8, HEAD_DIM / 16, HEAD_DIM>(
-            scores, load_query, shared + KEY_START + tile % STAGES * KEY_BYTES, lane_k);
-        if (key < facts.all_first || key + TILE_K > facts.all_end) hide(scores, mask, args.pack, facts.warp_row, key);
-        raise(rows, out, scores, score);
-        accumulate(rows, out, scores, score, shared + VALUE_START + tile % STAGES * VALUE_BYTES, lane_v);
+        if (STAGES == 2 || seen) {
+            multiply_transposed<Element, BLOCKS, TILE_K / 8, HEAD_DIM / 16, HEAD_DIM>(
+                scores, load_query, shared + KEY_START + tile % STAGES * KEY_BYTES, lane_k);
+            if (key < facts.all_first || key + TILE_K > facts.all_end) hide(scores, mask, args.pack, facts.warp_row, key);
+            raise(rows, out, scores, score);
+        }
+        if constexpr (STAGES == 1) {
+            cp_async_wait_group<0>();
+            sync_threads();  // the values are here, and all have left the keys
+            if (tile > first_tile) load_keys(tile - 1);
+            cp_async_commit_group();
+        }
+        if (STAGES == 2 || seen) accumulate(rows, out, scores, score, shared + VALUE_START + tile % STAGES * VALUE_BYTES, lane_v);
     }
     cp_async_wait_group<0>();  // q, where there was no tile: out takes its place
     sync_warp();

@@ -17,7 +17,7 @@ constexpr int ROW_THREADS = 8;
 static_assert(THREADS == TILE_Q * ROW_THREADS, "TILE_Q: eight threads a row");
 static_assert(TILE_K % ROW_THREADS == 0, "TILE_K: whole columns for the threads of a row");
 
-static_assert(!QUERY_REGISTERS, "QUERY_REGISTERS: q stays in shared memory here");
+static_assert(STAGES == 1 && !QUERY_REGISTERS, "STAGES, QUERY_REGISTERS: one copy of each tile, q in shared memory");
 
 using Real = Element;
 
@@ -107,12 +107,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         }
 #pragma unroll
         for (int lanes = 1; lanes < ROW_THREADS; lanes *= 2) top = maximum(top, shuffle_xor(top, lanes));
-        const Real factor = softmax.raise(top * scale);
+        const Real factor = softmax.raise(multiply(top, scale));
 #pragma unroll
         for (int n = 0; n < TILE_K / ROW_THREADS; ++n) {
             Real weight = HIDDEN;
             if (scores[n] != -INFINITE) {
-                weight = exp2_of(fused_multiply_add(scores[n], scale, -softmax.shift()));
+                weight = exp2_of(multiply(scores[n], scale) - softmax.shift());
                 softmax.sum += weight;
             }
             store_shared(element(shared, WEIGHT_START + row * TILE_K + column + n * ROW_THREADS), weight);

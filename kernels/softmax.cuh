@@ -33,6 +33,12 @@ struct SoftmaxRow {
     // What to subtract from a score: 0 while nothing finite was seen, since -inf - (-inf) is NaN.
     __device__ __forceinline__ Real shift() const { return reference == -INFINITE ? Real(0) : reference; }
 
+    // The reference is a rounded product, and a fused multiply-add sees what was rounded off: beyond this size that is
+    // no longer small against 1, and the weights it gives are wrong.
+    __device__ __forceinline__ bool too_coarse() const {
+        return is_finite(reference) && absolute(reference) >= Real(1 << 26);
+    }
+
     // Sum over the THREADS neighbours that share a row.
     template <int THREADS>
     __device__ __forceinline__ void finish() {

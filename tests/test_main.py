@@ -18,17 +18,18 @@ SMALL = ["--engine", "numpy", "--length", "80", "--heads", "2", "--head-dim", "1
 
 
 @pytest.fixture
-def damaged(monkeypatch):
-    """Let ``cuflash.forward`` pass through a function that damages its out."""
+def damage(monkeypatch):
+    """Let what a function returns, or one part of it, be multiplied by a factor."""
 
-    def install(damage):
-        whole = cuflash.forward
+    def install(name, part, factor):
+        whole = getattr(cuflash, name)
 
-        def forward(*arguments, **keywords):
-            out, lse = whole(*arguments, **keywords)
-            return damage(out), lse
+        def damaged(*arguments, **keywords):
+            results = list(whole(*arguments, **keywords))
+            results[part] = results[part] * np.float32(factor)
+            return tuple(results)
 
-        monkeypatch.setattr(cuflash, "forward", forward)
+        monkeypatch.setattr(cuflash, name, damaged)
 
     return install
 
@@ -85,18 +86,22 @@ def test_sources_are_those_of_the_record(tmp_path):
     assert job.sources() == record.sources(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [lambda out: out * np.float32(1.001), lambda out: out * np.float32(np.nan)])
-def test_an_error_outside_the_bound_fails(capsys, damaged, damage):
-    damaged(damage)
-    assert job.main(SMALL) == 1
-    assert "outside the error bound: forward" in capsys.readouterr().out
+@pytest.mark.parametrize("checked_pairs", [job.CHECKED_PAIRS, 0], ids=["all rows", "some rows"])
+@pytest.mark.parametrize("factor", [1.01, np.nan])
+@pytest.mark.parametrize(
+    ("name", "part"), [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1), ("backward", 2), ("decode", 0)]
+)
+def test_an_error_outside_the_bound_fails(monkeypatch, capsys, damage, name, part, factor, checked_pairs):
+    monkeypatch.setattr(job, "CHECKED_PAIRS", checked_pairs)
+    damage(name, part, factor)
+    assert job.main([*SMALL, "--causal"]) == 1
+    assert f"outside the error bound: {name}" in capsys.readouterr().out
 
 
-def test_rows_are_chosen_where_all_would_take_long(monkeypatch, damaged):
+def test_some_rows_pass_too(monkeypatch):
     monkeypatch.setattr(job, "CHECKED_PAIRS", 0)
-    assert job.main(SMALL) == 0
-    damaged(lambda out: out * np.float32(1.001))
-    assert job.main(SMALL) == 1
+    assert len(job.checked_rows(job.case_of("forward", np, job.parse(SMALL)))) == job.CHECKED_ROWS
+    assert job.main(SMALL) == job.main([*SMALL, "--causal"]) == 0
 
 
 def test_naive_attention_stays_out_where_its_scores_are_too_large(monkeypatch, capsys):

@@ -1,6 +1,8 @@
 """What is shipped, and what importing it costs."""
 
+import doctest
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -11,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+import cuflash
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ("cuflash", "kernels", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
@@ -105,6 +109,38 @@ def test_works_from_an_unpacked_wheel(wheel, tmp_path):
 def test_works_from_an_uninstalled_checkout(checkout):
     package = checkout / "cuflash"
     assert run(PLACES + EIGHT_KEYS, checkout) == f"{package / '__init__.py'} {checkout / 'kernels'}\n"
+
+
+def readme(start):
+    """README's blocks of Python that begin so."""
+    text = (ROOT / "README.md").read_text()
+    return re.findall(rf"^```python\n({start}.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_what_the_readme_shows_is_true():
+    sessions = readme(">>> ")
+    assert sessions
+    for number, session in enumerate(sessions):
+        test = doctest.DocTestParser().get_doctest(session, {}, f"README {number}", None, 0)
+        assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_the_fuzz_that_the_readme_shows_passes_ours_and_catches_a_wrong_scale():
+    hypothesis = pytest.importorskip("hypothesis")
+    (text,) = readme("from hypothesis ")
+
+    def fuzz(kernel):
+        names = {"my_kernel": kernel}
+        exec(text, names)
+        few = hypothesis.settings(max_examples=20, deadline=None, database=None, derandomize=True)
+        few(names["test_my_kernel"])()
+
+    def wrong(q, k, v, *, scale, **keywords):
+        return cuflash.forward(q, k, v, scale=1.01 / q.shape[-1] ** 0.5 if scale is None else 1.01 * scale, **keywords)
+
+    fuzz(cuflash.forward)
+    with pytest.raises(AssertionError):
+        fuzz(wrong)
 
 
 def test_works_without_cupy(checkout):

@@ -1,0 +1,63 @@
+"""What the tests share: one Hypothesis profile, and fixtures that run a test on every engine that is here."""
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+# A first example may contain a compilation, so no deadline. Where CI is set, every run draws the same examples.
+settings.register_profile("cuflash", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
+settings.load_profile("cuflash")
+
+NO_GPU = "needs an NVIDIA GPU of sm_80 or newer and CuPy; none is here"
+
+
+class Engine(str):
+    """An engine's name, which every function takes as ``engine``, and the library whose arrays it runs on."""
+
+    def __new__(cls, name, xp):
+        engine = super().__new__(cls, name)
+        engine.xp = xp
+        return engine
+
+    @property
+    def name(self):
+        """The name, as a plain str."""
+        return str(self)
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """CuPy, where a GPU that runs our kernels is; else the test is skipped."""
+    try:
+        import cupy
+
+        if max(int(cupy.cuda.Device(n).compute_capability) for n in range(cupy.cuda.runtime.getDeviceCount())) >= 80:
+            return cupy
+    except Exception:  # no CuPy, no driver or no device: CuPy has an error class for each
+        pass
+    pytest.skip(NO_GPU)
+
+
+@pytest.fixture(scope="module", params=["numpy", "portable"])
+def engine(request):
+    """Each engine: its name, with ``name`` and ``xp`` as attributes."""
+    return Engine(request.param, np if request.param == "numpy" else request.getfixturevalue("gpu"))
+
+
+@pytest.fixture(scope="module")
+def xp(engine):
+    """The library, numpy or cupy, whose arrays the engine runs on."""
+    return engine.xp
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Skips for want of a GPU are one line of the summary, and failures with CUFLASH_REQUIRE_GPU=1."""
+    report = yield
+    if report.skipped and NO_GPU in str(report.longrepr):
+        report.longrepr = (__file__, None, f"Skipped: {NO_GPU}")
+        if os.environ.get("CUFLASH_REQUIRE_GPU") == "1":
+            report.outcome, report.longrepr = "failed", f"CUFLASH_REQUIRE_GPU=1, but the test {NO_GPU}"
+    return report

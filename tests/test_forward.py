@@ -1,0 +1,277 @@
+"""forward on every engine: the checks of `cuflash.testing` on drawn problems, and the edges written out."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import reference, testing
+
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
+
+
+def draw(engine, *shapes, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    return [engine.xp.asarray(rng.standard_normal(shape).astype(DTYPES[dtype])) for shape in shapes]
+
+
+def changed(engine, array, place, value):
+    """A copy with another value at a place."""
+    array = reference.host(array).copy()
+    array[place] = value
+    return engine.xp.asarray(array)
+
+
+def same(one, other):
+    return np.array_equal(reference.host(one), reference.host(other))
+
+
+def close(q, k, v, **keywords):
+    """Out and lse on the host, after they have been found inside the bound."""
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **keywords)
+    testing.assert_attention_close((out, lse), q, k, v, **keywords)
+    return reference.double(out), reference.double(lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("check", testing.forward_checks, ids=lambda check: check.__name__)
+def test_property(engine, check, dtype):
+    size = {"examples": 25, "max_length": 130, "max_head_dim": 130} if engine.name == "numpy" else {"examples": 60}
+    testing.fuzz(check, cuflash.forward, xp=engine.xp, dtypes=[dtype], **size)
+
+
+# Sizes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "q_shape, k_shape, value_dim",
+    [
+        ((2, 3, 0, 8), (2, 3, 5, 8), 8),
+        ((2, 3, 5, 8), (2, 3, 0, 8), 8),
+        ((2, 3, 0, 8), (2, 3, 0, 8), 8),
+        ((0, 3, 5, 8), (0, 3, 5, 8), 8),
+        ((2, 0, 5, 8), (2, 3, 5, 8), 8),
+        ((2, 3, 5, 8), (2, 3, 5, 8), 0),
+    ],
+    ids=["queries", "keys", "lengths", "batch", "heads", "value_dim"],
+)
+def test_nothing(engine, dtype, q_shape, k_shape, value_dim):
+    q, k, v = draw(engine, q_shape, k_shape, (*k_shape[:-1], value_dim), dtype=dtype)
+    out, lse = close(q, k, v, causal=True)
+    assert out.shape == (*q_shape[:-1], value_dim) and lse.shape == q_shape[:-1]
+    assert not out.any() or k_shape[-2]
+    assert k_shape[-2] or (lse == -np.inf).all()
+
+
+def test_head_dim_zero(engine):
+    with pytest.raises(ValueError, match="head_dim 0"):
+        cuflash.forward(*draw(engine, (1, 4, 0), (1, 4, 0), (1, 4, 8)))
+
+
+def test_matrices_have_no_head_axis(engine):
+    q, k, v = draw(engine, (5, 8), (7, 8), (7, 3))
+    out, lse = close(q, k, v, causal=True)
+    assert out.shape == (5, 3) and lse.shape == (5,)
+    with_heads = close(q[None], k[None], v[None], causal=True)
+    assert same(out, with_heads[0][0]) and (lse == with_heads[1][0]).all()
+    assert close(q, k[None], v[None])[0].shape == (1, 5, 3)
+
+
+def test_leading_axes_broadcast(engine):
+    out, lse = close(*draw(engine, (2, 1, 4, 5, 8), (3, 2, 7, 8), (1, 1, 2, 7, 3)))
+    assert out.shape == (2, 3, 4, 5, 3) and lse.shape == (2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key_heads", [1, 2, 3, 6])
+def test_query_head_reads_its_key_head(engine, key_heads, dtype):
+    q, k, v = draw(engine, (2, 6, 70, 16), (2, key_heads, 70, 16), (2, key_heads, 70, 24), dtype=dtype)
+    out, lse = close(q, k, v, causal=True)
+    for h in range(6):
+        reads = slice(h // (6 // key_heads), h // (6 // key_heads) + 1)
+        one = q[:, h : h + 1], k[:, reads], v[:, reads]
+        testing.assert_attention_close(cuflash.forward(*one, causal=True, return_lse=True), *one, causal=True)
+
+
+# Keywords -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0, -1.5, 40.0, 1e4, 1e30, 1e-40, np.float32(0.5), np.array(0.25)])
+def test_scale(engine, dtype, scale):
+    out, lse = close(*draw(engine, (2, 33, 16), (2, 65, 16), (2, 65, 16), dtype=dtype), scale=float(scale))
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("causal, window", [
+    (False, (0, 0)), (False, (3, None)), (False, (None, 2)), (True, (5, 9)), ("top-left", (2, None)),
+    ("bottom-right", None), (False, (10**9, 10**9)), (False, (10**30, None)), (True, (0, 0)),
+])  # fmt: skip
+@pytest.mark.parametrize("queries, keys", [(40, 70), (70, 40), (40, 40)])
+def test_masks(engine, causal, window, queries, keys):
+    q, k, v = draw(engine, (1, queries, 16), (1, keys, 16), (1, keys, 16))
+    out, lse = close(q, k, v, causal=causal, window=window)
+    sees = reference.visible(queries, keys, causal=causal, window=window).any(axis=1)
+    assert (np.isfinite(lse[0]) == sees).all()
+    assert not out[0, ~sees].any()
+
+
+def test_lse_only_when_asked_for(engine):
+    arrays = draw(engine, (1, 4, 8), (1, 4, 8), (1, 4, 8), dtype="float16")
+    out, lse = cuflash.forward(*arrays, return_lse=True)
+    assert lse.dtype == np.float32 and lse.flags.c_contiguous
+    assert same(cuflash.forward(*arrays), out)
+    assert cuflash.forward(*(x.astype(np.float64) for x in arrays), return_lse=True)[1].dtype == np.float64
+
+
+def test_engine_by_name(engine):
+    arrays = draw(engine, (1, 4, 8), (1, 4, 8), (1, 4, 8))
+    assert same(cuflash.forward(*arrays, engine=engine.name), cuflash.forward(*arrays))
+    assert cuflash.explain("forward", *arrays).engine == engine.name
+    other = "portable" if engine.name == "numpy" else "numpy"
+    for wrong in ("fastest", other):
+        with pytest.raises(ValueError, match=f"engine is '{wrong}'"):
+            cuflash.forward(*arrays, engine=wrong)
+
+
+# Results --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_out_has_the_order_of_q(engine, dtype):
+    q, k, v = draw(engine, (2, 33, 4, 16), (2, 33, 4, 16), (2, 33, 4, 24), dtype=dtype)
+    out = cuflash.forward(*(x.swapaxes(1, 2) for x in (q, k, v)))
+    assert out.shape == (2, 4, 33, 24) and out.swapaxes(1, 2).flags.c_contiguous
+    assert cuflash.forward(*(x.transpose(1, 2, 0, 3) for x in (q, k, v))).transpose(2, 0, 1, 3).flags.c_contiguous
+    assert cuflash.forward(q, k, v).flags.c_contiguous
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", testing.LAYOUTS[:2] + testing.LAYOUTS[4:])
+def test_out_with_any_strides(engine, layout, dtype):
+    q, k, v = draw(engine, (2, 3, 33, 16), (2, 3, 33, 16), (2, 3, 33, 24), dtype=dtype)
+    out = testing.lay_out(np.full((2, 3, 33, 24), np.nan, DTYPES[dtype]), layout, engine.xp)
+    assert cuflash.forward(q, k, v, out=out) is out
+    assert same(out, cuflash.forward(q, k, v))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_out_in_a_slot_of_a_packed_buffer(engine, dtype):
+    (packed,) = draw(engine, (2, 33, 4, 3, 16), dtype=dtype)
+    q, k, v, out = (packed[:, :, n].swapaxes(1, 2) for n in range(4))
+    expected, inputs = cuflash.forward(q, k, v), packed[:, :, :3].copy()
+    cuflash.forward(q, k, v, out=out)
+    assert same(out, expected) and same(packed[:, :, :3], inputs)
+
+
+def test_out_that_cannot_be_written(engine):
+    q, k, v = draw(engine, (2, 8, 16), (2, 8, 16), (2, 8, 16))
+    before = q.copy()
+    (wide,) = draw(engine, (2, 8, 32))
+    stretched = engine.xp.lib.stride_tricks.as_strided(wide, (2, 8, 16), (0, 64, 4))
+    for out, error, words in (
+        (q, ValueError, "out shares memory with q"),
+        (k[::-1], ValueError, "out shares memory with k"),
+        (stretched, ValueError, "out overlaps itself"),
+        (wide, ValueError, "out has shape"),
+        (wide[..., :16].astype(np.float64), TypeError, "out has dtype"),
+    ):
+        with pytest.raises(error, match=words):
+            cuflash.forward(q, k, v, out=out)
+    assert same(q, before)
+
+
+def test_inputs_are_not_written(engine):
+    arrays = draw(engine, (1, 20, 8), (1, 20, 8), (1, 20, 8))
+    copies = [x.copy() for x in arrays]
+    cuflash.forward(*arrays, causal=True, scale=-3.0)
+    assert all(same(x, y) for x, y in zip(arrays, copies, strict=True))
+
+
+# What is not finite ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries, keys", [(20, 20), (150, 150)])
+def test_visible_nan_shows(engine, queries, keys, dtype):
+    i, j, d = queries // 2, keys // 3, 5
+    q, k, v = draw(engine, (1, queries, 16), (1, keys, 16), (1, keys, 16), dtype=dtype)
+    rows = np.arange(queries)
+    sees = reference.visible(queries, keys, causal=True)[:, j]
+
+    out, lse = close(changed(engine, q, (0, i, 3), np.nan), k, v, causal=True)
+    assert (np.isnan(lse[0]) == (rows == i)).all() and (np.isnan(out[0]) == (rows == i)[:, None]).all()
+
+    out, lse = close(q, changed(engine, k, (0, j, 3), np.nan), v, causal=True)
+    assert (np.isnan(lse[0]) == sees).all() and (np.isnan(out[0]) == sees[:, None]).all()
+
+    out, lse = close(q, k, changed(engine, v, (0, j, d), np.nan), causal=True)
+    assert np.isfinite(lse).all() and (np.isnan(out[0]) == (sees[:, None] & (np.arange(16) == d))).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_visible_infinite_values_show(engine, dtype):
+    q, k, v = draw(engine, (1, 40, 16), (1, 40, 16), (1, 40, 16), dtype=dtype)
+    sees = reference.visible(40, 40, causal=True)[:, 7]
+    out, lse = close(q, k, changed(engine, v, (0, 7, 2), -np.inf), causal=True, scale=0.1)
+    assert np.isfinite(lse).all() and ((out[0, :, 2] == -np.inf) == sees).all()
+    assert np.isfinite(out[0][:, np.arange(16) != 2]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("keys", [3, 70, 150])
+def test_scores_of_minus_infinity_weigh_nothing(engine, keys, dtype):
+    q, k, v = draw(engine, (1, 40, 16), (1, keys, 16), (1, keys, 16), dtype=dtype)
+    q = changed(engine, q, (0, slice(None), 0), 1)
+    k1 = changed(engine, k, (0, slice(1, None, 2), 0), -np.inf)
+    out, lse = close(q, k1, v)
+    assert np.isfinite(out).all() and np.isfinite(lse).all()
+    out, lse = close(q, changed(engine, k, (0, slice(None), 0), -np.inf), v)
+    assert not out.any() and (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_nothing_may_hold_nan(engine, dtype):
+    q, k, v = draw(engine, (1, 50, 16), (1, 20, 16), (1, 20, 16), dtype=dtype)
+    out, lse = close(changed(engine, q, (0, slice(0, 30)), np.nan), k, v, causal=True)
+    assert not out[0, :30].any() and (lse[0, :30] == -np.inf).all() and np.isfinite(lse[0, 30:]).all()
+
+
+# Foreign arrays -------------------------------------------------------------------------------------------------
+
+
+def foreign(array, *protocols):
+    """An object that is known by these protocols alone."""
+    return type("Foreign", (), {name: property(lambda _, name=name: getattr(array, name)) for name in protocols})()
+
+
+def test_foreign_arrays_by_dlpack(engine):
+    arrays = draw(engine, (1, 20, 8), (1, 20, 8), (1, 20, 8))
+    wrapped = [foreign(x, "__dlpack__", "__dlpack_device__") for x in arrays]
+    out = cuflash.forward(*wrapped)
+    assert isinstance(out, engine.xp.ndarray) and same(out, cuflash.forward(*arrays))
+    result = engine.xp.empty_like(out)
+    cuflash.forward(*arrays, out=foreign(result, "__dlpack__", "__dlpack_device__"))
+    assert same(result, out)
+
+
+def test_foreign_arrays_by_cuda_array_interface(engine):
+    if engine.name == "numpy":
+        pytest.skip("NumPy arrays are not on a CUDA device")
+    arrays = draw(engine, (1, 20, 8), (1, 20, 8), (1, 20, 8), dtype="float16")
+    out = cuflash.forward(*(foreign(x, "__cuda_array_interface__") for x in arrays))
+    assert same(out, cuflash.forward(*arrays))
+
+
+def test_torch_tensors(engine):
+    torch = pytest.importorskip("torch")
+    arrays = draw(engine, (1, 20, 8), (1, 20, 8), (1, 20, 8))
+    out = cuflash.forward(*(torch.from_dlpack(x) for x in arrays))
+    assert same(out, cuflash.forward(*arrays))
+
+
+def test_what_is_no_array(engine):
+    q, k, v = draw(engine, (1, 20, 8), (1, 20, 8), (1, 20, 8))
+    with pytest.raises(TypeError, match="k is a list"):
+        cuflash.forward(q, k.tolist(), v)

@@ -1,0 +1,288 @@
+"""What only a GPU can show: streams, graphs, threads, devices, sizes, and every head dim."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import _compile, _launch, reference, testing
+
+try:
+    import cupy
+except ImportError:  # the fixture skips
+    cupy = None
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+CYCLES = 200_000_000  # 100 ms at 2 GHz
+SIXTEEN_BIT = ("float16", "bfloat16")
+# Contiguous rows of 16 bytes; copies of operands; the kernel without tensor cores.
+KINDS = (("float16", 64, "contiguous"), ("bfloat16", 33, "strided"), ("float32", 64, "contiguous"))
+
+
+@pytest.fixture(scope="module")
+def spin(gpu):
+    """Keeps the current stream busy for 100 ms."""
+    kernel = cupy.RawKernel(
+        'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n) {} }', "spin"
+    )
+    kernel((1,), (1,), (np.int64(1),))
+    return lambda: kernel((1,), (1,), (np.int64(CYCLES),))
+
+
+def recipe(dtype="float16", head_dim=64, layout="contiguous", **changes):
+    sizes = {"batch": (2,), "heads": 4, "key_heads": 2, "queries": 200, "keys": 300, "causal": True}
+    layouts = {"q": layout, "k": layout, "v": layout}
+    return testing.Recipe(dtype=dtype, head_dim=head_dim, value_dim=head_dim, **(sizes | layouts | changes))
+
+
+def run(problem, arrays, **keywords):
+    return cuflash.forward(*arrays, return_lse=True, **problem.keywords, **keywords)
+
+
+def assert_same(one, other):
+    for x, y in zip(one, other, strict=True):
+        np.testing.assert_array_equal(reference.host(x), reference.host(y))
+
+
+# Streams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_returns_before_the_gpu_is_done(spin, kind):
+    problem = recipe(*kind)
+    arrays = problem.arrays(cupy)
+    stream, event = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event()
+    with stream:
+        expected = run(problem, arrays)  # compiles, and fills the pool of this stream
+        again = run(problem, arrays)
+        stream.synchronize()
+        del again
+        spin()
+        event.record()
+        results = run(problem, arrays)
+        waited = event.done
+    stream.synchronize()
+    assert not waited
+    assert_same(results, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_on_the_current_stream(spin, kind):
+    """Inputs that the stream makes late are read when they are there."""
+    problem = recipe(*kind)
+    arrays = problem.arrays(cupy)
+    expected = run(problem, arrays)
+    late = problem.arrays(cupy)
+    for x in late:
+        x[...] = cupy.zeros_like(x)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        spin()
+        for x, y in zip(late, arrays, strict=True):
+            x[...] = y
+        results = run(problem, late)
+    stream.synchronize()
+    assert_same(results, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graph_replays_with_other_inputs(kind):
+    problem = recipe(*kind)
+    arrays, others = problem.arrays(cupy), recipe(*kind, seed=1).arrays(cupy)
+    expected = run(problem, others)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        run(problem, arrays)  # compiles; its memory goes back to the pool, from which the capture takes it
+        stream.begin_capture()
+        results = run(problem, arrays)
+        graph = stream.end_capture()
+        for x, y in zip(arrays, others, strict=True):
+            x[...] = y
+        for x in results:
+            x[...] = cupy.zeros_like(x)
+        graph.launch(stream)
+    stream.synchronize()
+    assert_same(results, expected)
+
+
+def test_same_bits_while_the_gpu_is_busy(spin):
+    problem = recipe(queries=700, keys=900)
+    arrays = problem.arrays(cupy)
+    expected = run(problem, arrays)
+    busy = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    x = cupy.ones((2048, 2048), np.float32)
+    cupy.cuda.Device().synchronize()
+    for _ in range(20):
+        for stream in busy:
+            with stream:
+                x @ x
+        assert_same(run(problem, arrays), expected)
+
+
+# Threads and devices ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_first_calls_of_several_threads(dtype):
+    problem = recipe(dtype, 96, window=(40, 3))
+    arrays = problem.arrays(cupy)
+    expected = run(problem, arrays)
+    cupy.cuda.Device().synchronize()
+    _launch._calls.clear()
+    _compile._kernels.clear()
+    barrier, results = threading.Barrier(4), [None] * 4
+
+    def work(n):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            barrier.wait()
+            for _ in range(20):
+                results[n] = run(problem, arrays)
+            stream.synchronize()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        assert_same(result, expected)
+
+
+def test_current_device_stays():
+    """Arrays on the last device, the first one current; with one GPU these are the same."""
+    problem, last = recipe(), cupy.cuda.runtime.getDeviceCount() - 1
+    with cupy.cuda.Device(0):
+        expected = run(problem, problem.arrays(cupy))
+    with cupy.cuda.Device(last):
+        arrays = problem.arrays(cupy)
+    cupy.cuda.Device(last).synchronize()
+    with cupy.cuda.Device(0):
+        results = run(problem, arrays)
+        assert cupy.cuda.runtime.getDevice() == 0
+    assert all(x.device.id == last for x in results)
+    cupy.cuda.Device(last).synchronize()
+    assert_same(results, expected)
+
+
+def test_mixed_arrays_are_refused():
+    q, k, v = recipe().arrays(cupy)
+    with pytest.raises(TypeError, match="q is a cupy array, k a numpy one"):
+        cuflash.forward(q, cupy.asnumpy(k), v)
+    if cupy.cuda.runtime.getDeviceCount() > 1:
+        with cupy.cuda.Device(1):
+            other = cupy.asarray(cupy.asnumpy(k))
+        with pytest.raises(ValueError, match="q is on device 0, k on device 1"):
+            cuflash.forward(q, other, v)
+
+
+# Sizes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("shape", [(70_000, 1), (1, 70_000), (33_000, 2)])
+def test_more_than_65536_heads(shape, dtype):
+    rng = np.random.default_rng(0)
+    q, k, v = (cupy.asarray(rng.standard_normal((*shape, 4, 16)).astype(dtype)) for _ in range(3))
+    out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+    q, k, v, out, lse = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, out, lse))
+    for part in (slice(0, 50), slice(65_510, 65_560), slice(-50, None)):
+        one = q[part], k[part], v[part]
+        testing.assert_attention_close((out[part], lse[part]), *one, causal=True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("axis", ["batch", "heads", "rows"])
+def test_offsets_beyond_32_bits(axis, dtype):
+    """Operands that lie far apart in one buffer of more than 2^31 elements."""
+    free = cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
+    if free < 20 * 2**30:
+        pytest.skip(f"{free >> 30} GB free; wanted 20")
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 2, 40, 64)).astype(dtype) for _ in range(3))
+    expected = cuflash.forward(*map(cupy.asarray, (q, k, v)), causal=True, return_lse=True)
+    far = {"batch": 0, "heads": 1, "rows": 2}[axis]
+    lengths = [2, 2, 40]
+    total = 2**31 + 2**22
+    pitch = total // lengths[far] // 64 * 64  # elements from one to the next along the far axis
+    buffer = cupy.empty(pitch * lengths[far], dtype)
+    size = q.size // lengths[far]
+    rest = [n for axis, n in enumerate((2, 2, 40, 64)) if axis != far]
+    views = []
+    for n, x in enumerate((q, k, v, np.zeros_like(q))):  # at the end of each stretch, one beside the other
+        start = pitch - (4 - n) * size
+        view = cupy.moveaxis(buffer.reshape(lengths[far], pitch)[:, start : start + size].reshape(-1, *rest), 0, far)
+        assert 0 <= view.data.ptr - buffer.data.ptr < buffer.nbytes
+        view[...] = cupy.asarray(x)
+        views.append(view)
+    out, lse = cuflash.forward(*views[:3], causal=True, return_lse=True, out=views[3])
+    assert_same((out, lse), expected)
+    assert_same(cuflash.forward(*views[:3], causal=True, return_lse=True), expected)
+    del view, views, out, buffer
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def test_prepared_calls_are_few(monkeypatch):
+    monkeypatch.setattr(_launch, "MOST_CALLS", 8)
+    _launch._calls.clear()
+    for n in range(1, 30):
+        x = cupy.ones((1, n, 16), np.float16)
+        assert (cuflash.forward(x, x, x) == 1).all()
+        assert len(_launch._calls) <= 8
+    x = cupy.ones((1, 5, 16), np.float16)
+    cuflash.forward(x, x, x)
+    before = len(_launch._calls)
+    for _ in range(10):
+        cuflash.forward(x, x, x)
+        cuflash.forward(x + 1, x, x)
+    assert len(_launch._calls) == before
+
+
+def test_arrays_are_not_kept():
+    """A prepared call holds on to no array of the caller's, and to no result."""
+    pool = cupy.get_default_memory_pool()
+    used = pool.used_bytes()
+    x = cupy.ones((1, 64, 16), np.float16)
+    out = cuflash.forward(x, x, x)
+    assert pool.used_bytes() > used
+    del x, out
+    assert pool.used_bytes() == used
+
+
+# Head dims and what is not finite ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+@pytest.mark.parametrize("head_dim", [1, 3, 8, 33, 40, 64, 80, 96, 100, 128, 160, 192, 250, 256])
+def test_head_dims(head_dim, dtype):
+    for changes in ({}, {"causal": False}, {"window": (70, 20)}, {"value_dim": 72}, {"layout": "offset"}):
+        layout = changes.get("layout", "contiguous")
+        rest = {name: value for name, value in changes.items() if name != "layout"}
+        problem = recipe(dtype, head_dim, layout, batch=(), heads=2, key_heads=1, queries=150, keys=280)
+        problem = replace(problem, **rest)
+        testing.check_bound(cuflash.forward, problem, cupy)
+
+
+@pytest.mark.parametrize("dtype", [*SIXTEEN_BIT, "float32", "float64"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seed", [64, 100, 199])  # also the row whose hidden keys are spoilt
+def test_careful_path(head_dim, dtype, seed):
+    for mask in ({}, {"causal": "top-left"}, {"causal": False, "window": (30, 30)}, {"window": (0, None)}):
+        sizes = {"batch": (), "heads": 2, "key_heads": 1, "keys": 200}
+        problem = recipe(dtype, head_dim, seed=seed, planted=True, **sizes, **mask)
+        testing.check_hidden_keys_may_hold_anything(cuflash.forward, problem, cupy)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_one_visible_nan_among_many_rows(head_dim, dtype):
+    problem = recipe(dtype, head_dim, batch=())
+    q, k, v = problem.arrays()
+    v[1, 150, 5], v[0, 290, 7] = np.nan, np.inf
+    k[0, 299, 0] = np.nan
+    arrays = [cupy.asarray(x) for x in (q, k, v)]
+    testing.assert_attention_close(run(problem, arrays), *arrays, **problem.keywords)

@@ -1,0 +1,972 @@
+"""The host side without a GPU: what is rejected and in which words, masks, plans, text, and a whole GPU call.
+
+For the last, `pretended_gpu` puts a CuPy of a few lines in place of the real one, and `python_kernel` does what the
+kernels do with their arguments: it finds rows and keys by address alone.
+"""
+
+import contextlib
+import math
+import re
+import sys
+from collections import Counter
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import _compile, _launch, _masks, _plan, _problem, _variant, testing
+from cuflash._dtypes import ELEMENTS
+
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
+HOPPER = _plan.KNOWN[9, 0]
+KEYWORDS = {"scale": None, "causal": False, "window": None, "return_lse": False, "out": None, "engine": None}
+
+
+# A GPU that is not there ----------------------------------------------------------------------------------------
+
+
+class DeviceArray:
+    """A CuPy array whose memory is a NumPy array's."""
+
+    def __init__(self, host, device=0):
+        self.host, self.number = host, device
+        self.data = SimpleNamespace(ptr=host.ctypes.data, device_id=device)
+        self.device = SimpleNamespace(id=device)
+
+    def __getattr__(self, name):
+        return getattr(self.host, name)
+
+    def __getitem__(self, index):
+        return DeviceArray(self.host[index])
+
+    def __setitem__(self, index, value):
+        self.host[index] = value.host
+
+    def transpose(self, axes):
+        return DeviceArray(self.host.transpose(axes))
+
+
+def multiply(x, factor, out, dtype):
+    np.multiply(x.host, np.asarray(factor, dtype), out=out.host)
+
+
+PRETENDED = SimpleNamespace(
+    ndarray=DeviceArray,
+    empty=lambda shape, dtype: DeviceArray(np.full(shape, np.nan, dtype)),
+    multiply=multiply,
+    broadcast_to=lambda x, shape: DeviceArray(np.broadcast_to(x.host, shape)),
+    cuda=SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0), Device=contextlib.nullcontext),
+)
+
+
+@contextlib.contextmanager
+def pretended_gpu(limits=HOPPER):
+    """Inside, `DeviceArray` is CuPy's array; yields the (batch, head, row) that the kernels wrote."""
+    written = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", PRETENDED)
+        patch.setattr(_launch, "_calls", {})
+        patch.setattr(_launch, "_ndarray", None)
+        patch.setattr(_launch, "limits", lambda device: limits)
+        patch.setattr(_compile, "load", lambda variant, device: python_kernel(variant, written))
+        yield written
+
+
+def memory(address, shape, strides, dtype):
+    """An array over the memory at an address."""
+    interface = {"version": 3, "data": (int(address), False), "shape": shape, "strides": strides}
+    holder = SimpleNamespace(__array_interface__={**interface, "typestr": f"|V{dtype.itemsize}"})
+    return np.asarray(holder).view(dtype)
+
+
+def python_kernel(variant, written):
+    """What a kernel of ``variant`` does, in float64 and without tiles of keys. Notes the rows it writes."""
+    element, mask = ELEMENTS[variant.element], variant.mask
+
+    def kernel(grid, threads, arguments, shared_mem):
+        (packed,) = arguments
+        assert len(bytes(packed)) == variant.args.itemsize
+        assert (threads, shared_mem) == ((32 * variant.warps,), variant.shared_bytes)
+        args = np.frombuffer(bytes(packed), variant.args)[0]
+        args = {name: args[name].item() for name in variant.args.names}
+        for index in range(grid[0]):
+            block(args, args["first_block"] + index)
+
+    def block(args, number):
+        tiles, section, heads = args["schedule"]
+        first = number // (section * tiles) * section
+        here = min(heads - first, section)
+        tile, position = divmod(number - first * tiles, here)
+        tile = tile if mask == "full" else tiles - 1 - tile
+        batch, head = divmod(first + position, args["head_blocks"])
+        head *= args["pack"]
+        place = divmod(batch, args["batches1"])
+
+        def matrix(name, h, length, dim):
+            *outer, row = args[f"{name}_strides"]
+            address = args[name] + sum(n * stride for n, stride in zip((*place, h), outer, strict=True))
+            return memory(address, (length, dim), (row, element.itemsize), element.dtype)
+
+        keys, key_head = args["keys"], head // args["group"]
+        k = matrix("k", key_head, keys, args["head_dim"]).astype(np.float64)
+        v = matrix("v", key_head, keys, args["value_dim"]).astype(np.float64)
+        rows = range(tile * variant.tile_q, min((tile + 1) * variant.tile_q, args["queries"] * args["pack"]))
+        for packed in rows:
+            i, h = packed // args["pack"], head + packed % args["pack"]
+            assert h // args["group"] == key_head
+            q = matrix("q", h, args["queries"], args["head_dim"])[i].astype(np.float64)
+            scores = args["scale_log2"] * math.log(2) * (k @ q)
+            j = np.arange(keys)
+            if mask != "full":
+                scores[j >= i + args["end_shift"]] = -np.inf
+            if mask == "window":
+                scores[j < i + args["first_shift"]] = -np.inf
+            top = scores.max(initial=-np.inf)
+            weights = np.exp(scores - (0 if top == -np.inf else top))
+            total = weights.sum()
+            out = matrix("out", h, args["queries"], args["value_dim"])
+            out[i] = (weights @ v / (total or 1)).astype(element.dtype)
+            assert not args["out_vectors"] or (out.ctypes.data % 16, out.strides[0] % 16) == (0, 0)
+            if args["lse"]:
+                row = (batch * args["heads"] + h) * args["queries"] + i
+                address = args["lse"] + row * element.lse.itemsize
+                memory(address, (1,), (element.lse.itemsize,), element.lse)[0] = top + math.log(total or 1)
+            written.append((batch, h, i))
+
+    return kernel
+
+
+SMALL = {"max_length": 40, "max_head_dim": 40, "dtypes": ("float32", "float16", "bfloat16", "float64")}
+
+
+@settings(max_examples=1000)
+@given(testing.problems(**SMALL), st.sampled_from(sorted(_plan.KNOWN)), st.sampled_from((2**31 - 1, 3)))
+def test_a_gpu_call_reads_and_writes_the_right_rows(recipe, capability, largest_grid):
+    q, k, v = (DeviceArray(x) for x in recipe.arrays())
+    with pretended_gpu(_plan.KNOWN[capability]) as written, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_plan, "LARGEST_GRID", largest_grid)
+        for _ in range(2):  # the second call is a prepared one
+            written.clear()
+            out, lse = cuflash.forward(q, k, v, return_lse=True, **recipe.keywords)
+            assert max(Counter(written).values(), default=1) == 1, "a row was written twice"
+            assert len(written) == lse.size, "a row was left out"
+            path = f"portable {recipe.dtype}"
+            testing.assert_attention_close(
+                (out.host, lse.host), q.host, k.host, v.host, path=path, **recipe.keywords
+            )  # fmt: skip
+    assert lse.flags.c_contiguous and (out.strides[-1] == out.itemsize or out.size == 0 or out.shape[-1] == 1)
+
+
+@settings(max_examples=300)
+@given(testing.problems(**SMALL), st.sampled_from(testing.LAYOUTS))
+def test_a_gpu_call_writes_out_with_any_strides(recipe, layout):
+    q, k, v = (DeviceArray(x) for x in recipe.arrays())
+    with pretended_gpu():
+        wanted = cuflash.forward(q, k, v, **recipe.keywords)
+        assume(wanted.size and layout not in ("broadcast", "missing"))
+        out = DeviceArray(testing.lay_out(np.zeros(wanted.shape, wanted.dtype), layout))
+        assert cuflash.forward(q, k, v, out=out, **recipe.keywords) is out
+    assert np.array_equal(out.host, wanted.host, equal_nan=True)
+
+
+def test_a_prepared_call_is_not_used_for_another_problem():
+    """Whatever differs in a call shows in its result."""
+    rng = np.random.default_rng(0)
+    q, k, v = (DeviceArray(rng.standard_normal((2, 4, 6, 8))) for _ in range(3))
+    keywords = [
+        {}, {"causal": True}, {"causal": "top-left"}, {"window": (1, 0)}, {"window": (1, 1)}, {"window": (1, None)},
+        {"scale": 1}, {"scale": 2.0}, {"scale": np.float16(0.5)}, {"scale": np.array(0.25)}, {"causal": "bottom-right"},
+        {"causal": np.True_}, {"window": [1, 1]}, {"engine": "portable"},
+    ]  # fmt: skip
+    arrays = [(q, k, v), (q[:, :, :3], k, v), (q, k[:1], v[:1]), (q, k[:, ::2], v[:, ::2]), (q[0, 0], k[0, 0], v[0, 0])]
+    with pretended_gpu():
+        for _ in range(2):
+            for words in keywords:
+                for each in arrays:
+                    testing.assert_attention_close(
+                        cuflash.forward(*each, **words).host,
+                        *(x.host for x in each), path="portable float64", **{k: w for k, w in words.items() if k != "engine"},
+                    )  # fmt: skip
+        with pytest.raises(ValueError, match="causal is 1;"):
+            cuflash.forward(q, k, v, causal=1)
+        with pytest.raises(ValueError, match="causal is 1.0;"):
+            cuflash.forward(q, k, v, causal=1.0)
+
+
+def test_a_prepared_call_checks_overlap_again():
+    q, k, v = (DeviceArray(np.zeros((1, 4, 8))) for _ in range(3))
+    with pretended_gpu():
+        cuflash.forward(q, k, v, out=DeviceArray(np.zeros((1, 4, 8))))
+        with pytest.raises(ValueError, match="out shares memory with v"):
+            cuflash.forward(q, k, v, out=v)
+
+
+def test_prepared_calls_are_bounded():
+    with pretended_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_launch, "MOST_CALLS", 4)
+        for n in range(1, 12):
+            x = DeviceArray(np.zeros((n, 8), np.float32))
+            cuflash.forward(x, x, x)
+            assert len(_launch._calls) <= 4
+
+
+def test_a_gpu_before_sm_80_is_refused():
+    runtime = SimpleNamespace(
+        deviceGetAttribute=lambda *_: 0, cudaDevAttrMaxSharedMemoryPerBlockOptin=0, cudaDevAttrMultiProcessorCount=0
+    )
+    device = lambda number: SimpleNamespace(compute_capability="75")  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=device)))
+        with pytest.raises(RuntimeError) as error:
+            _launch.limits.__wrapped__(3)
+    assert str(error.value) == "cuflash: device 3 has compute capability 7.5; wanted 8.0 (Ampere) or newer"
+
+
+# Rejections -----------------------------------------------------------------------------------------------------
+
+
+def x(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def on_gpu(*shape, device=0, dtype=np.float32):
+    return DeviceArray(np.zeros(shape, dtype), device)
+
+
+def words(**keywords):
+    return keywords
+
+
+def stretched(*shape):
+    """An array of a shape of any size."""
+    return np.broadcast_to(np.zeros((1,) * (len(shape) - 1) + shape[-1:], np.float32), shape)
+
+
+def read_only(*shape):
+    array = x(*shape)
+    array.flags.writeable = False
+    return array
+
+
+class Rocm:
+    def __dlpack_device__(self):
+        return 10, 0
+
+
+SHAPE = (2, 4, 8)
+QKV = [x(*SHAPE) for _ in range(3)]
+ANY = "a CuPy or NumPy array, or one on the CPU or a CUDA device with __dlpack__ or __cuda_array_interface__"
+KNOWN_DTYPES = "float16, bfloat16, float32, float64"
+PACKED = x(2, 4, 3, 8)
+
+FORWARD = [
+    ([[0.0], *QKV[1:]], {}, TypeError, f"q is a list; wanted {ANY}"),
+    ([QKV[0], np.float32(1), QKV[2]], {}, TypeError, f"k is a float32; wanted {ANY}"),
+    ([*QKV[:2], Rocm()], {}, TypeError, f"v is a Rocm; wanted {ANY}"),
+    (QKV, words(out="out"), TypeError, f"out is a str; wanted {ANY}"),
+    ([on_gpu(*SHAPE), *QKV[1:]], {}, TypeError, "q is a cupy array, k a numpy one; they must be of one library"),
+    (QKV, words(out=on_gpu(*SHAPE)), TypeError, "q is a numpy array, out a cupy one; they must be of one library"),
+    (
+        [on_gpu(*SHAPE), on_gpu(*SHAPE), on_gpu(*SHAPE, device=1)], {}, ValueError,
+        "q is on device 0, v on device 1; they must be on one device",
+    ),
+    (
+        [on_gpu(*SHAPE)] * 3, words(out=on_gpu(*SHAPE, device=2)), ValueError,
+        "q is on device 0, out on device 2; they must be on one device",
+    ),
+    ([x(*SHAPE, dtype=np.int32)] * 3, {}, TypeError, f"q has dtype int32; wanted one of {KNOWN_DTYPES}"),
+    ([x(*SHAPE, dtype=np.complex64)] * 3, {}, TypeError, f"q has dtype complex64; wanted one of {KNOWN_DTYPES}"),
+    ([x(*SHAPE, dtype=bool)] * 3, {}, TypeError, f"q has dtype bool; wanted one of {KNOWN_DTYPES}"),
+    ([QKV[0], x(*SHAPE, dtype=">f4"), QKV[2]], {}, TypeError, f"k has dtype >f4; wanted one of {KNOWN_DTYPES}"),
+    (
+        [QKV[0], QKV[1], x(*SHAPE, dtype=np.float16)], {}, TypeError,
+        "v has dtype float16, q has float32; they must be equal",
+    ),
+    ([x(8), *QKV[1:]], {}, ValueError, "q has shape (8,); wanted at least 2 axes (length, dim)"),
+    ([*QKV[:2], np.array(1.0, np.float32)], {}, ValueError, "v has shape (); wanted at least 2 axes (length, dim)"),
+    ([x(2, 4, 9), *QKV[1:]], {}, ValueError, "k has head_dim 8, q has 9; they must be equal"),
+    ([x(2, 4, 0), x(2, 4, 0), QKV[2]], {}, ValueError, "q has head_dim 0; wanted 1 or more"),
+    ([*QKV[:2], x(2, 5, 8)], {}, ValueError, "v has 5 keys, k has 4; they must be equal"),
+    ([*QKV[:2], x(1, 4, 8)], {}, ValueError, "v has 1 heads, k has 2; they must be equal"),
+    ([x(3, 4, 8), *QKV[1:]], {}, ValueError, "q has 3 heads, k has 2; wanted a multiple of k's, at least one"),
+    ([x(4, 8), *QKV[1:]], {}, ValueError, "q has 1 heads, k has 2; wanted a multiple of k's, at least one"),
+    ([QKV[0], x(0, 4, 8), x(0, 4, 8)], {}, ValueError, "q has 2 heads, k has 0; wanted a multiple of k's, at least one"),
+    ([stretched(10**9 + 1, 8), x(4, 8), x(4, 8)], {}, ValueError, "q has length 1000000001; wanted at most 1000000000"),
+    ([x(4, 8), *[stretched(10**9 + 1, 8)] * 2], {}, ValueError, "k has length 1000000001; wanted at most 1000000000"),
+    ([on_gpu(4, 257)] * 3, {}, ValueError, "q has head_dim 257; wanted at most 256 on a GPU"),
+    ([on_gpu(4, 8), on_gpu(4, 8), on_gpu(4, 300)], {}, ValueError, "v has value_dim 300; wanted at most 256 on a GPU"),
+    (
+        [x(3, *SHAPE), x(2, *SHAPE), x(1, *SHAPE)], {}, ValueError,
+        "leading axes are q (3,), k (2,), v (1,); wanted shapes that broadcast together",
+    ),
+    (QKV, words(scale="1"), TypeError, "scale is '1'; wanted a real number or None"),
+    (QKV, words(scale=True), TypeError, "scale is True; wanted a real number or None"),
+    (QKV, words(scale=1j), TypeError, "scale is 1j; wanted a real number or None"),
+    (QKV, words(scale=np.inf), ValueError, "scale is inf; wanted a finite number"),
+    (QKV, words(scale=np.float16("nan")), ValueError, "scale is nan; wanted a finite number"),
+    (QKV, words(scale=10**400), ValueError, "scale is inf; wanted a finite number"),
+    (QKV, words(causal=1), ValueError, "causal is 1; wanted False, True, 'bottom-right' or 'top-left'"),
+    (QKV, words(causal=None), ValueError, "causal is None; wanted False, True, 'bottom-right' or 'top-left'"),
+    (QKV, words(causal="top"), ValueError, "causal is 'top'; wanted False, True, 'bottom-right' or 'top-left'"),
+    (QKV, words(window=3), ValueError, "window is 3; wanted None or a pair (left, right)"),
+    (QKV, words(window=(1, 2, 3)), ValueError, "window is (1, 2, 3); wanted None or a pair (left, right)"),
+    (QKV, words(window="ab"), ValueError, "window is 'ab'; wanted None or a pair (left, right)"),
+    (QKV, words(window=(0.5, None)), TypeError, "window left is 0.5; wanted an integer or None"),
+    (QKV, words(window=(0, False)), TypeError, "window right is False; wanted an integer or None"),
+    (
+        QKV, words(window=(-1, 0)), ValueError,
+        "window left is -1, negative; wanted 0 or more, or None for unlimited",
+    ),
+    (
+        QKV, words(window=(0, -1), causal=True), ValueError,
+        "window right is -1, negative; wanted 0 or more, or None for unlimited",
+    ),
+    (QKV, words(engine="fast"), ValueError, "engine is 'fast'; wanted None or one of 'numpy', 'portable'"),
+    (QKV, words(engine=1), ValueError, "engine is 1; wanted None or one of 'numpy', 'portable'"),
+    (
+        QKV, words(engine="portable"), ValueError,
+        "engine is 'portable', the arrays are numpy's; wanted an engine for those",
+    ),
+    (
+        [on_gpu(*SHAPE)] * 3, words(engine="numpy"), ValueError,
+        "engine is 'numpy', the arrays are cupy's; wanted an engine for those",
+    ),
+    (QKV, words(out=x(2, 4, 9)), ValueError, "out has shape (2, 4, 9); wanted (2, 4, 8)"),
+    (QKV, words(out=x(8)), ValueError, "out has shape (8,); wanted (2, 4, 8)"),
+    ([x(4, 8)] * 3, words(out=x(1, 4, 8)), ValueError, "out has shape (1, 4, 8); wanted (4, 8)"),
+    (QKV, words(out=x(*SHAPE, dtype=np.float64)), TypeError, "out has dtype float64; wanted float32"),
+    (QKV, words(out=x(*SHAPE, dtype=">f4")), TypeError, "out has dtype >f4; wanted float32"),
+    (QKV, words(out=read_only(*SHAPE)), ValueError, "out is read-only; wanted an array that can be written"),
+    (
+        QKV, words(out=np.lib.stride_tricks.as_strided(x(64), SHAPE, (64, 16, 4))), ValueError,
+        "out overlaps itself (strides (64, 16, 4)); wanted distinct elements",
+    ),
+    (QKV, words(out=QKV[1][::-1]), ValueError, "out shares memory with k; wanted memory of its own"),
+    (
+        [PACKED[:, :, 0], *QKV[1:]], words(out=PACKED[:, ::-1, 0]), ValueError,
+        "out shares memory with q; wanted memory of its own",
+    ),
+]  # fmt: skip
+
+LSE = x(2, 4)
+BACKWARD = [
+    ([x(2, 5, 8), *QKV, QKV[0], LSE], {}, ValueError, "dout has shape (2, 5, 8); wanted (2, 4, 8)"),
+    ([QKV[0], *QKV, x(4, 8), LSE], {}, ValueError, "out has shape (4, 8); wanted (2, 4, 8)"),
+    (
+        [x(*SHAPE, dtype=np.float64), *QKV, QKV[0], LSE], {}, TypeError,
+        "dout has dtype float64, q has float32; they must be equal",
+    ),
+    ([QKV[0], *QKV, QKV[0], x(2, 4, 1)], {}, ValueError, "lse has shape (2, 4, 1); wanted (2, 4)"),
+    ([QKV[0], *QKV, QKV[0], x(2, 4, dtype=np.float64)], {}, TypeError, "lse has dtype float64; wanted float32"),
+    ([QKV[0], *QKV, QKV[0], [0.0]], {}, TypeError, f"lse is a list; wanted {ANY}"),
+    ([QKV[0], *QKV, QKV[0], LSE], words(dlse=x(4)), ValueError, "dlse has shape (4,); wanted (2, 4)"),
+    (
+        [QKV[0], *QKV, QKV[0], LSE], words(dlse=x(2, 4, dtype=np.int64)), TypeError,
+        "dlse has dtype int64; wanted float32",
+    ),
+    (
+        [QKV[0], *QKV, QKV[0], on_gpu(2, 4)], {}, TypeError,
+        "dout is a numpy array, lse a cupy one; they must be of one library",
+    ),
+    ([QKV[0], *QKV, QKV[0], LSE], words(grads=x(3)), ValueError, "grads is ndarray; wanted None or the three arrays (dq, dk, dv)"),
+    ([QKV[0], *QKV, QKV[0], LSE], words(grads=QKV[:2]), ValueError, "grads is list; wanted None or the three arrays (dq, dk, dv)"),
+    (
+        [QKV[0], *QKV, QKV[0], LSE], words(grads=(x(*SHAPE), x(*SHAPE), x(1, 4, 8))), ValueError,
+        "dv has shape (1, 4, 8); wanted (2, 4, 8)",
+    ),
+    (
+        [QKV[0], *QKV, QKV[0], LSE], words(grads=(x(*SHAPE), x(*SHAPE, dtype=np.float16), x(*SHAPE))), TypeError,
+        "dk has dtype float16; wanted float32",
+    ),
+    (
+        [QKV[0], *QKV, QKV[0], LSE], words(grads=(read_only(*SHAPE), x(*SHAPE), x(*SHAPE))), ValueError,
+        "dq is read-only; wanted an array that can be written",
+    ),
+    (
+        [QKV[0], *QKV, QKV[0], LSE], words(grads=(PACKED[:, :, 0], PACKED[:, :, 1], PACKED[:, :, 1])), ValueError,
+        "dv shares memory with dk; wanted memory of its own",
+    ),
+    (
+        [QKV[0], *QKV, QKV[0], LSE], words(grads=(x(*SHAPE), QKV[2], x(*SHAPE))), ValueError,
+        "dk shares memory with v; wanted memory of its own",
+    ),
+]  # fmt: skip
+
+CACHE = x(3, 2, 6, 8)
+Q = x(3, 2, 1, 8)
+LENGTHS = np.array([6, 0, 1])
+TABLE = np.zeros((3, 2), np.int32)
+DECODE = [
+    ([QKV[0], CACHE, CACHE], {}, ValueError, "q has shape (2, 4, 8); wanted 4 axes"),
+    ([Q, CACHE[0], CACHE], {}, ValueError, "k_cache has shape (2, 6, 8); wanted 4 axes"),
+    ([Q, CACHE[:, :1, :, :7], CACHE], {}, ValueError, "k_cache has head_dim 7, q has 8; they must be equal"),
+    ([Q, CACHE, CACHE[:, :, :5]], {}, ValueError, "v_cache has 5 keys, k_cache has 6; they must be equal"),
+    ([Q, CACHE, CACHE[:, :1]], {}, ValueError, "v_cache has 1 heads, k_cache has 2; they must be equal"),
+    (
+        [Q[:, :1], CACHE, CACHE], {}, ValueError,
+        "q has 1 heads, k_cache has 2; wanted a multiple of k_cache's, at least one",
+    ),
+    ([Q, CACHE[:2], CACHE], {}, ValueError, "k_cache has 2 sequences, q has 3; they must be equal"),
+    ([Q, CACHE, CACHE[:1]], {}, ValueError, "v_cache has 1 sequences, q has 3; they must be equal"),
+    (
+        [Q, CACHE[:2], CACHE[:1]], words(page_table=TABLE, lengths=LENGTHS), ValueError,
+        "v_cache has 1 pages, k_cache has 2; they must be equal",
+    ),
+    (
+        [Q, CACHE, CACHE], words(page_table=TABLE[:2], lengths=LENGTHS), ValueError,
+        "page_table has shape (2, 2); wanted (3, pages a sequence)",
+    ),
+    (
+        [Q, CACHE, CACHE], words(page_table=TABLE[0], lengths=LENGTHS), ValueError,
+        "page_table has shape (2,); wanted (3, pages a sequence)",
+    ),
+    (
+        [Q, CACHE, CACHE], words(page_table=TABLE), ValueError,
+        "lengths is None, page_table is given; wanted the length of each sequence",
+    ),
+    (
+        [Q, CACHE, CACHE], words(page_table=TABLE.astype(float), lengths=LENGTHS), TypeError,
+        "page_table has dtype float64; wanted integers",
+    ),
+    ([Q, CACHE, CACHE], words(lengths=LENGTHS.astype(np.float32)), TypeError, "lengths has dtype float32; wanted integers"),
+    ([Q, CACHE, CACHE], words(lengths=LENGTHS > 0), TypeError, "lengths has dtype bool; wanted integers"),
+    ([Q, CACHE, CACHE], words(lengths=[1, 2, 3]), TypeError, f"lengths is a list; wanted {ANY}"),
+    ([Q, CACHE, CACHE], words(lengths=LENGTHS[:2]), ValueError, "lengths has shape (2,); wanted (3,)"),
+    ([Q, CACHE, CACHE], words(lengths=LENGTHS[None]), ValueError, "lengths has shape (1, 3); wanted (3,)"),
+    ([Q, CACHE, CACHE], words(lengths=np.array([1, -1, 2])), ValueError, "lengths[1] is -1; wanted 0 to 6, what the cache can hold"),
+    ([Q, CACHE, CACHE], words(lengths=LENGTHS + 1), ValueError, "lengths[0] is 7; wanted 0 to 6, what the cache can hold"),
+    (
+        [Q, CACHE, CACHE], words(page_table=TABLE, lengths=LENGTHS + 7), ValueError,
+        "lengths[0] is 13; wanted 0 to 12, what the cache can hold",
+    ),
+    (
+        [Q, CACHE, CACHE], words(page_table=TABLE + 3, lengths=LENGTHS), ValueError,
+        "page_table[0, 0] is 3; wanted a page from 0 to 2",
+    ),
+    (
+        [Q, CACHE, CACHE], words(page_table=TABLE - 1, lengths=LENGTHS), ValueError,
+        "page_table[0, 0] is -1; wanted a page from 0 to 2",
+    ),
+    (
+        [Q, CACHE, CACHE], words(lengths=DeviceArray(LENGTHS)), TypeError,
+        "q is a numpy array, lengths a cupy one; they must be of one library",
+    ),
+    ([Q, CACHE, CACHE], words(out=x(3, 2, 1, 7)), ValueError, "out has shape (3, 2, 1, 7); wanted (3, 2, 1, 8)"),
+    ([Q, CACHE, CACHE], words(out=x(8)), ValueError, "out has shape (8,); wanted (3, 2, 1, 8)"),
+    ([Q, CACHE, CACHE], words(out=x(3, 2, 1, 8, dtype=np.float16)), TypeError, "out has dtype float16; wanted float32"),
+    ([Q, CACHE, CACHE], words(out=CACHE[:, :, 2:3]), ValueError, "out shares memory with k_cache; wanted memory of its own"),
+    ([Q, CACHE, CACHE], words(scale=np.nan), ValueError, "scale is nan; wanted a finite number"),
+    ([Q, CACHE, CACHE], words(causal=2), ValueError, "causal is 2; wanted False, True, 'bottom-right' or 'top-left'"),
+    ([Q, CACHE, CACHE], words(engine="portable"), ValueError, "engine is 'portable', the arrays are numpy's; wanted an engine for those"),
+]  # fmt: skip
+
+MERGE = [
+    ([[], []], ValueError, "outs has 0 parts, lses 0; wanted the same number, at least one"),
+    ([[QKV[0]], [LSE, LSE]], ValueError, "outs has 1 parts, lses 2; wanted the same number, at least one"),
+    ([x(3, 4, 8), x(2, 4)], ValueError, "outs has 3 parts, lses 2; wanted the same number, at least one"),
+    ([5, LSE], TypeError, "outs is a int; wanted a sequence of arrays, or one with the parts along its first axis"),
+    (
+        [x(2, 4, 8), np.float32(0)], TypeError,
+        "lses is a float32; wanted a sequence of arrays, or one with the parts along its first axis",
+    ),
+    ([[QKV[0], "part"], [LSE, LSE]], TypeError, f"outs[1] is a str; wanted {ANY}"),
+    ([[QKV[0]], [0.0]], TypeError, f"lses[0] is a float; wanted {ANY}"),
+    ([[x(4)], [x()]], ValueError, "outs[0] has shape (4,); wanted at least 2 axes (queries, value_dim)"),
+    ([QKV[:2], [LSE, x(2, 5)]], ValueError, "lses[1] has shape (2, 5); wanted (2, 4)"),
+    ([[QKV[0], x(2, 4, 7)], [LSE, LSE]], ValueError, "outs[1] has shape (2, 4, 7); wanted (2, 4, 8)"),
+    (
+        [[QKV[0], x(*SHAPE, dtype=np.float64)], [LSE, LSE]], TypeError,
+        "outs[1] has dtype float64, outs[0] has float32; they must be equal",
+    ),
+    ([QKV[:2], [LSE, LSE.astype(np.float16)]], TypeError, "lses[1] has dtype float16; wanted float32"),
+    ([[x(*SHAPE, dtype=np.int8)], [LSE]], TypeError, f"outs[0] has dtype int8; wanted one of {KNOWN_DTYPES}"),
+    (
+        [[QKV[0], on_gpu(*SHAPE)], [LSE, LSE]], TypeError,
+        "outs[0] is a numpy array, outs[1] a cupy one; they must be of one library",
+    ),
+]  # fmt: skip
+
+REJECTED = [
+    *((cuflash.forward, *each) for each in FORWARD),
+    *((cuflash.backward, *each) for each in BACKWARD),
+    *((cuflash.decode, *each) for each in DECODE),
+    *((cuflash.merge, arguments, {}, *rest) for arguments, *rest in MERGE),
+]
+
+
+@pytest.mark.parametrize(
+    "function, arrays, keywords, error, sentence",
+    [pytest.param(*each, id=f"{each[0].__name__}: {each[4]}") for each in REJECTED],
+)
+def test_rejected_with_a_sentence_and_nothing_written(function, arrays, keywords, error, sentence):
+    if function in (cuflash.forward, cuflash.decode):  # an out that is asked for is not touched either
+        keywords = {"out": np.ones((2, 4, 8) if function is cuflash.forward else (3, 2, 1, 8), np.float32)} | keywords
+    given = [*arrays, *keywords.values(), *keywords.get("grads", ())]
+    given = [each for each in given if isinstance(each, np.ndarray) and each.size < 10**6]
+    before = [each.copy() for each in given]
+    with pretended_gpu() as written, pytest.raises(error) as raised:
+        if any(isinstance(each, DeviceArray) for each in arrays):
+            keywords = {name: each for name, each in keywords.items() if not isinstance(each, np.ndarray)}
+        function(*arrays, **keywords)
+    assert str(raised.value) == f"{function.__name__}: {sentence}"
+    assert all(np.array_equal(one, other) for one, other in zip(given, before, strict=True)) and not written
+
+
+def test_pages_of_no_keys_are_legal():
+    out, lse = cuflash.decode(
+        Q, CACHE[:, :, :0], CACHE[:, :, :0], lengths=LENGTHS * 0, page_table=TABLE, return_lse=True
+    )  # fmt: skip
+    assert not out.any() and (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 8), (0, 4, 8), (2, 4, 0)])
+def test_an_empty_out_is_legal(shape):
+    out = x(*shape)
+    assert cuflash.forward(x(*shape[:-1], 8), x(*shape[:1], 4, 8), x(*shape[:1], 4, shape[-1]), out=out) is out
+
+
+@pytest.mark.parametrize("function, count", [("backward", 6), ("decode", 3)])
+def test_no_gpu_kernel_yet(function, count):
+    sentence = f"{function}: has no GPU kernel yet; wanted NumPy arrays, such as those of cupy.asnumpy"
+    arrays = [on_gpu(1, 1, 4, 8) for _ in range(count)]
+    if function == "backward":
+        arrays[5] = on_gpu(1, 1, 4)
+    with pretended_gpu():
+        for call in (getattr(cuflash, function), lambda *arrays: cuflash.explain(function, *arrays)):
+            with pytest.raises(NotImplementedError) as error:
+                call(*arrays)
+            assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["merge", *QKV], "function is 'merge'; wanted one of 'forward', 'backward', 'decode'"),
+        ([cuflash.merge, *QKV], "function is 'merge'; wanted one of 'forward', 'backward', 'decode'"),
+        ([cuflash.forward, *QKV[:2]], "forward takes the arrays q, k, v; got 2"),
+        (["backward", *QKV], "backward takes the arrays dout, q, k, v, out, lse; got 3"),
+    ],
+)
+def test_explain_refuses_what_it_cannot(arguments, sentence):
+    with pytest.raises(ValueError) as error:
+        cuflash.explain(*arguments)
+    assert str(error.value) == f"explain: {sentence}"
+
+
+@st.composite
+def views(draw, buffer=24):
+    """Shape, strides and start of an array of up to three axes inside a buffer of that many elements."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    strides = [draw(st.integers(-6, 6)) for _ in shape]
+    ends = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+    low, high = sum(min(e, 0) for e in ends), sum(max(e, 0) for e in ends)
+    assume(high - low < buffer)
+    return shape, strides, draw(st.integers(-low, buffer - 1 - high))
+
+
+def addresses(shape, strides, start):
+    index = np.indices(shape).reshape(len(shape), -1)
+    return (start + np.array(strides) @ index).tolist()
+
+
+@settings(max_examples=1000)
+@given(views(), views())
+def test_overlap_is_decided_exactly(out, other):
+    buffer = np.zeros(24, np.float32)
+    places = [addresses(*each) for each in (out, other)]
+    out, other = (
+        np.lib.stride_tricks.as_strided(buffer[start:], shape, [4 * s for s in strides])
+        for shape, strides, start in (out, other)
+    )
+    wanted = None
+    if len({*places[0]}) < len(places[0]):
+        wanted = "out overlaps itself"
+    elif {*places[0]} & {*places[1]}:
+        wanted = "out shares memory with q"
+    with pytest.raises(ValueError, match=wanted) if wanted else contextlib.nullcontext():
+        _problem._result("forward", "out", out, out.shape, out.dtype, {"q": other})
+
+
+# Masks ----------------------------------------------------------------------------------------------------------
+
+LENGTH = st.integers(0, 40)
+SIDE = st.none() | st.integers(0, 45) | st.sampled_from((10**9, 10**30))
+CAUSAL = st.sampled_from((False, "bottom-right", "top-left"))
+
+
+def dense(queries, keys, causal, window):
+    """The rule of visibility, pair by pair."""
+    left, right = window or (None, None)
+    offset = 0 if causal == "top-left" else keys - queries
+    seen = np.ones((queries, keys), bool)
+    for i in range(queries):
+        for j in range(keys):
+            if left is not None and j < i + offset - left:
+                seen[i, j] = False
+            if right is not None and j > i + offset + right:
+                seen[i, j] = False
+            if causal and j > i + offset:
+                seen[i, j] = False
+    return seen
+
+
+@settings(max_examples=1000)
+@given(LENGTH, LENGTH, CAUSAL, st.none() | st.tuples(SIDE, SIDE))
+@example(40, 40, False, (10**30, None))
+def test_a_mask_is_one_run_of_keys_a_row(queries, keys, causal, window):
+    mask = _masks.make(queries, keys, causal, window)
+    rows = np.arange(queries)
+    first, end = mask.first_key(rows, keys), mask.end_key(rows, keys)
+    seen = dense(queries, keys, causal, window)
+    j = np.arange(keys)
+    assert ((j >= first[:, None]) & (j < end[:, None]) == seen).all()
+    assert all(((0 <= each) & (each <= keys)).all() and (np.diff(each) >= 0).all() for each in (first, end))
+    assert [mask.first_key(i, keys) for i in range(queries)] == first.tolist()
+    assert [mask.end_key(i, keys) for i in range(queries)] == end.tolist()
+    assert max(abs(mask.first_shift), abs(mask.end_shift)) <= max(queries, keys), "sums with a row fit 32 bits"
+    if queries and keys:
+        left = (seen & (j > 0)).any() and not all(row[0] for row in seen if row.any())
+        if mask.name == "full":
+            assert seen.all()
+        else:
+            assert not seen.all()
+            assert left or mask.name == "causal" or not seen[-1].any(), "a window that hides nothing on the left"
+
+
+@settings(max_examples=1000)
+@given(LENGTH, LENGTH, CAUSAL, st.none() | st.tuples(SIDE, SIDE), st.integers(1, 9), st.integers(1, 9), st.data())
+def test_tiles_to_visit_and_tiles_without_a_test_follow_from_the_ends(
+    queries, keys, causal, window, tile_q, tile_k, data
+):
+    assume(queries)
+    mask, seen = _masks.make(queries, keys, causal, window), dense(queries, keys, causal, window)
+    top = data.draw(st.integers(0, queries - 1)) // tile_q * tile_q
+    bottom = min(top + tile_q, queries) - 1
+    rows = seen[top : bottom + 1]
+    first, end = mask.first_key(top, keys), mask.end_key(bottom, keys)
+    visited = range(first // tile_k, -(-end // tile_k)) if first < end else range(0)
+    for tile in range(keys // tile_k + 1):
+        start = tile * tile_k
+        part = rows[:, start : start + tile_k]
+        assert part.any() == (tile in visited)
+        untested = mask.first_key(bottom, keys) <= start and start + tile_k <= mask.end_key(top, keys)
+        assert untested == (part.shape[1] == tile_k and part.all())
+
+
+def structs(file):
+    text = (_variant.folder() / file).read_text()
+    return dict(re.findall(r"^struct (\w+) \{\n(.*?)^\};", text, re.M | re.S))
+
+
+def test_every_mask_has_a_struct_and_conversely():
+    assert {mask.__name__ for mask in _masks.MASKS.values()} == structs("mask.cuh").keys()
+    assert all(mask.name == name for name, mask in _masks.MASKS.items())
+    for mask in _masks.MASKS.values():
+        (members,) = re.findall(r"^    int (.*);", structs("mask.cuh")[mask.__name__], re.M)
+        assert members.split(", ") == ["keys", *(field.name for field in fields(mask))]
+
+
+@pytest.mark.parametrize("mask", _masks.MASKS.values(), ids=_masks.MASKS)
+@given(st.integers(-50, 50), st.integers(-50, 50), st.integers(0, 40))
+def test_structs_give_the_same_ends(mask, first_shift, end_shift, keys):
+    body = structs("mask.cuh")[mask.__name__]
+    shifts = {"first_shift": first_shift, "end_shift": end_shift}
+    twin = mask(**{field.name: shifts[field.name] for field in fields(mask)})
+    names = {"clamp": lambda value, low, high: min(max(value, low), high), "keys": keys, **shifts}
+    for end in ("first_key", "end_key"):
+        (formula,) = re.findall(rf"int {end}\(int ?i?\) const \{{ return (.*); \}}", body)
+        for i in range(40):
+            assert eval(formula, names | {"i": i}) == getattr(twin, end)(i, keys)
+
+
+# Plans ----------------------------------------------------------------------------------------------------------
+
+
+def planned(q, k, v, limits=HOPPER, **keywords):
+    """The plan for NumPy arrays, were they on a GPU."""
+    problem = _problem.forward(q, k, v, **(KEYWORDS | keywords))
+    return _plan.plan(replace(problem, library="cupy", device=0), limits)
+
+
+@pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
+def test_variants_fit_the_device_and_are_few(limits):
+    variants = _plan.variants(limits)
+    assert len(variants) <= 200
+    assert len({each.name for each in variants}) == len({each.text() for each in variants}) == len(variants)
+    assert max(each.shared_bytes for each in variants) <= limits.shared_bytes
+
+
+@pytest.mark.parametrize("capability, shared", [((9, 0), 228), ((10, 0), 228)])
+def test_as_many_blocks_fit_a_multiprocessor_as_the_registers_leave_room_for(capability, shared):
+    for each in _plan.variants(_plan.KNOWN[capability]):
+        assert each.blocks_per_sm * (each.shared_bytes + 1024) <= shared * 1024  # the system keeps 1 KB a block
+
+
+@pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
+@settings(max_examples=500)
+@given(
+    st.integers(1, 256), st.integers(0, 256), st.sampled_from(sorted(DTYPES)), st.sampled_from((False, True)),
+    st.sampled_from((None, (3, 3))),
+)  # fmt: skip
+def test_every_plan_asks_for_a_listed_variant(limits, head_dim, value_dim, dtype, causal, window):
+    q, k, v = (np.zeros((1, 8, dim), DTYPES[dtype]) for dim in (head_dim, head_dim, value_dim))
+    (step,) = planned(q, k, v, limits, causal=causal, window=window).steps
+    assert step.variant in _plan.variants(limits)
+    assert step.variant.head_dim >= head_dim and step.variant.value_dim >= value_dim
+    assert step.shared_bytes == step.variant.shared_bytes and step.threads == 32 * step.variant.warps
+
+
+def test_more_blocks_than_a_grid_holds_are_several_launches():
+    q = np.broadcast_to(np.zeros((1, 8), np.float16), (2**20, 2**12, 1, 8))
+    steps = planned(q, q, q).steps
+    assert [step.args["first_block"] for step in steps] == [0, 2**31 - 1, 2**32 - 2]
+    assert sum(step.grid for step in steps) == 2**32 and max(step.grid for step in steps) == 2**31 - 1
+    for step in steps:
+        args = np.zeros(1, step.variant.args)
+        for name, value in step.args.items():
+            args[name] = value  # raises where a number does not fit
+
+
+@settings(max_examples=500)
+@given(testing.problems(max_length=300), st.lists(st.sampled_from(testing.LAYOUTS), min_size=3, max_size=3))
+def test_the_order_of_arithmetic_does_not_depend_on_batch_strides_or_alignment(recipe, layouts):
+    """Engine, variant and packing are a function of one problem's own shape, dtype and keywords."""
+    same = dict.fromkeys("qkv", "contiguous")
+    alone = planned(*replace(recipe, batch=(), **same).arrays(), **recipe.keywords)
+    assume(alone.steps)
+    for batch in ((2,), (5, 3)):
+        other = replace(recipe, batch=batch, **dict(zip("qkv", layouts, strict=True)))
+        plan = planned(*other.arrays(), **recipe.keywords)
+        assert (plan.engine, plan.steps[0].variant) == (alone.engine, alone.steps[0].variant)
+        assert plan.steps[0].args["pack"] == alone.steps[0].args["pack"]
+
+
+def unaddressable(array, dtype):
+    """Whether a kernel cannot read an array where it lies: the rule of the design."""
+    strides = [s for n, s in zip(array.shape, array.strides, strict=True) if n > 1]
+    strided = array.shape[-1] > 1 and array.strides[-1] != array.itemsize
+    rows = strides[:-1] if array.shape[-1] > 1 else strides
+    odd = array.ctypes.data % 16 or any(s % 16 for s in rows)
+    return array.size > 0 and bool(strided or (DTYPES[dtype]().itemsize == 2 and odd))
+
+
+@settings(max_examples=1000)
+@given(testing.problems(max_length=40))
+def test_copies_are_made_only_where_a_kernel_cannot_address(recipe):
+    q, k, v = recipe.arrays()
+    plan = planned(q, k, v, **recipe.keywords)
+    scale = recipe.scale if recipe.scale is not None else 1
+    wanted = {name for name, array in zip("qkv", (q, k, v), strict=True) if unaddressable(array, recipe.dtype)}
+    wanted |= {"q"} if scale <= 0 else set()
+    assert {copy.name for copy in plan.copies} == wanted
+    for copy in plan.copies:
+        assert copy.pitch % 16 == 0 and copy.factor == (1.0 if copy.name != "q" or scale > 0 else np.sign(scale))
+        assert math.prod(copy.shape) <= max(dict(zip("qkv", (q, k, v), strict=True))[copy.name].size, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_leading_axes_are_merged_without_copies_where_they_can_be(dtype):
+    q = np.zeros((2, 3, 4, 5, 8, 16), DTYPES[dtype])
+    assert not planned(q, q, q).copies
+    assert not planned(q, q[:, :1, :1], q[:, :1, :1]).copies  # two axes are left, each with a stride
+    assert not planned(q, q[0, 0, 0], q[0, 0, 0]).copies
+    assert {copy.name for copy in planned(q, q[:, :1], q[:, :1]).copies} == {"q", "k", "v", "out"}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_short_rows_share_a_block_by_group(causal):
+    q, k = np.zeros((2, 8, 1, 64), np.float16), np.zeros((2, 2, 500, 64), np.float16)
+    (step,) = planned(q, k, k, causal=causal).steps
+    assert (step.args["pack"], step.grid) == (4, 4)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-300, -1e-40, 1e300, -1e300, -2.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_reach_the_kernel_positive_and_normal(scale, dtype):
+    q = np.zeros((4, 8), DTYPES[dtype])
+    plan = planned(q, q, q, scale=scale)
+    limits = np.finfo(np.float64 if dtype == "float64" else np.float32)
+    assert limits.tiny <= plan.steps[0].args["scale_log2"] <= limits.max
+    factor = {copy.name: copy.factor for copy in plan.copies}.get("q", 1.0)
+    assert factor == (0 if abs(scale) < limits.tiny else np.sign(scale))
+
+
+def test_a_problem_and_a_plan_print_themselves_in_a_line():
+    q, k, v = x(3, 2, 8, 4, 64, dtype=np.float16), x(1, 2, 2, 90, 64, dtype=np.float16), x(2, 90, 300)[..., ::10]
+    problem = _problem.forward(q, k, v.astype(np.float16), **(KEYWORDS | {"causal": True}))
+    assert str(problem) == "forward float16 causal batch 3x2 heads 8/2 queries 4 keys 90 head_dim 64/30"
+    plan = _plan.plan(replace(problem, library="cupy", device=0), HOPPER)
+    assert str(plan) == (
+        "portable (the engine of every GPU since sm_80, here sm_90, 227 KB shared, 132 SMs): "
+        f"{plan.steps[0].variant.name} x 12; copies v"
+    )
+    assert str(_plan.plan(problem, None)) == "numpy (the arrays are NumPy's): no launch"
+
+
+def test_explain_says_what_would_run_and_why():
+    plan = cuflash.explain(cuflash.forward, *QKV, causal=True)
+    assert (plan.engine, plan.reason, plan.steps) == ("numpy", "the arrays are NumPy's", ())
+    with pretended_gpu() as written:
+        arrays = [on_gpu(*SHAPE, dtype=np.float16)] * 3
+        plan = cuflash.explain("forward", *arrays)
+        assert plan.engine == "portable" and "sm_90" in plan.reason and not written
+        assert cuflash.explain("forward", *arrays, engine="portable").reason == "asked for"
+        assert plan.steps[0].variant.name in str(plan) and "\n" not in str(plan)
+    assert cuflash.explain("backward", QKV[0], *QKV, QKV[0], LSE).engine == "numpy"
+    assert cuflash.explain("decode", Q, CACHE, CACHE, lengths=LENGTHS).engine == "numpy"
+
+
+# Results --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(st.permutations(range(4)), st.tuples(*[st.sampled_from((1, 2, 3))] * 4), st.booleans(), st.booleans())
+def test_swapping_back_gives_a_contiguous_array(order, shape, reversed_rows, wide_keys):
+    """out and the gradients have the order of axes of their inputs."""
+    inverse = np.argsort(order)
+
+    def laid_out(shape):
+        array = np.ones([(*shape, 5)[axis] for axis in (*order, 4)], np.float32)
+        return array[::-1 if reversed_rows else 1].transpose(*inverse, 4)
+
+    q, k = laid_out(shape), laid_out((*shape[:3], 4))
+    v = laid_out((*shape[:3], 4))[..., :3]
+    out, lse = cuflash.forward(q, k, v, return_lse=True)
+    assert out.transpose(*order, 4).flags.c_contiguous and lse.flags.c_contiguous
+    grads = cuflash.backward(out.copy(), q, k, v, out, lse)
+    assert all(grad.transpose(*order, 4).flags.c_contiguous for grad in grads)
+
+
+def test_axes_that_q_has_not_come_first_in_out():
+    q, k = np.ones((4, 2, 5, 8), np.float32).swapaxes(1, 2).swapaxes(0, 1), np.ones((3, 5, 1, 2, 8), np.float32)
+    q = q.transpose(0, 2, 1, 3)  # (5, 2, 4, 8): batch, heads, rows, of falling strides rows, heads, batch
+    out = cuflash.forward(q, k, k)
+    assert out.shape == (3, 5, 2, 4, 8) and out.transpose(0, 3, 2, 1, 4).flags.c_contiguous
+    q = np.broadcast_to(np.ones((1, 2, 4, 8), np.float32), (5, 2, 4, 8))
+    out = cuflash.forward(q.swapaxes(0, 1), k[0, :1, 0, 0], k[0, :1, 0, 0])
+    assert out.shape == (2, 5, 4, 8) and out.transpose(1, 0, 2, 3).flags.c_contiguous
+
+
+# merge ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=100)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 2**16), st.booleans())
+def test_parts_over_disjoint_keys_merge_into_the_whole(dtype, cuts, seed, stacked):
+    rng = np.random.default_rng(seed)
+    ends = np.cumsum(cuts)
+    q, k, v = (rng.standard_normal((2, n, 8)).astype(DTYPES[dtype]) for n in (3, ends[-1], ends[-1]))
+    pieces = [slice(end - n, end) for end, n in zip(ends, cuts, strict=True)]
+    parts = [cuflash.forward(q, k[:, piece], v[:, piece], return_lse=True) for piece in pieces]
+    outs, lses = (np.stack(x) if stacked else x for x in zip(*parts, strict=True))
+    merged = cuflash.merge(outs, lses)
+    assert (merged[0].dtype, merged[1].dtype) == (outs[0].dtype, lses[0].dtype)
+    eps = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
+    whole, lse = cuflash.forward(*(x.astype(np.float64) for x in (q, k, v)), return_lse=True)
+    size = np.abs(v.astype(np.float64)).max(initial=0)
+    assert (np.abs(merged[0].astype(np.float64) - whole) <= 8 * max(eps, 2**-22 if eps > 2**-40 else 0) * size).all()
+    finite = np.isfinite(lse)
+    assert (merged[1][~finite] == -np.inf).all()
+    assert (np.abs(merged[1] - lse)[finite] <= 1e-3 if eps > 2**-40 else 1e-12).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [np.nan, np.inf, -np.inf])
+def test_a_part_that_saw_nothing_is_ignored_whatever_it_holds(dtype, hidden):
+    lse_dtype = ELEMENTS[dtype].lse
+    good, bad = np.full((2, 3), 2, DTYPES[dtype]), np.full((2, 3), hidden, DTYPES[dtype])
+    one, nothing = np.array([1.5, -np.inf], lse_dtype), np.full(2, -np.inf, lse_dtype)
+    good[1] = hidden
+    for outs, lses in (([bad, good], [nothing, one]), ([good, bad, bad], [one, nothing, nothing])):
+        out, lse = cuflash.merge(outs, lses)
+        assert out.tolist() == [[2] * 3, [0] * 3] and lse.tolist() == [1.5, -np.inf]
+
+
+def test_a_visible_nan_survives_merging():
+    out, lse = cuflash.merge([np.array([[np.nan, 1.0]]), np.ones((1, 2))], [np.zeros(1), np.zeros(1)])
+    assert np.isnan(out[0, 0]) and out[0, 1] == 1 and lse[0] == np.log(2)
+    for first in (0, 1):
+        lses = [np.zeros(1), np.zeros(1)]
+        lses[first][0] = np.nan
+        out, lse = cuflash.merge([np.ones((1, 2)), np.ones((1, 2))], lses)
+        assert np.isnan(out).all() and np.isnan(lse).all()
+
+
+def test_merging_does_not_overflow():
+    lses = [np.array([1e4]), np.array([-1e4]), np.array([1e4])]
+    out, lse = cuflash.merge([np.full((1, 1), n) for n in (1.0, 5.0, 3.0)], lses)
+    assert out[0, 0] == 2 and lse[0] == 1e4 + np.log(2)
+
+
+# Text -----------------------------------------------------------------------------------------------------------
+
+EXAMPLES = [_plan.forward_variant(dtype, mask, 64, 64, HOPPER) for dtype in DTYPES for mask in _masks.MASKS]
+
+
+@pytest.mark.parametrize("variant", EXAMPLES, ids=lambda variant: variant.name)
+def test_text_holds_each_file_once_and_says_where_each_line_is_from(variant):
+    lines = variant.text().splitlines()
+    started, name, number = Counter(), None, 0
+    for line in lines[len(variant.preamble().splitlines()) :]:
+        mark = re.fullmatch(r'#line (\d+) "kernels/(.+)"', line)
+        if mark:
+            number, name = int(mark[1]), mark[2]
+            started[name] += number == 1
+            continue
+        original = (_variant.folder() / name).read_text().splitlines()[number - 1]
+        assert line == original or (line == "" and re.match("#include|#pragma once", original)), f"{name}:{number}"
+        number += 1
+    assert set(started.values()) == {1} and variant.file in started
+    assert (name, number) == (variant.file, len((_variant.folder() / name).read_text().splitlines()) + 1)
+
+
+@pytest.mark.parametrize("variant", EXAMPLES, ids=lambda variant: variant.name)
+def test_the_preamble_holds_constants_and_types_alone(variant):
+    form = (
+        r"//.*|namespace cuflash \{|\}|struct \w+;|using \w+ = \w+;|constexpr (int|bool) [A-Z_]+ = \w+;.*|#(ifdef|define) .*"
+        r"|#else|#endif|template <typename A>|struct ArgsLayout \{|    static_assert\(.*\);|\};"
+    )
+    for line in variant.preamble().splitlines():
+        assert re.fullmatch(form, line), line
+    constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", variant.preamble()))
+    numbers = {field.name: getattr(variant, field.name) for field in fields(variant)}
+    assert {name.lower(): int(value) for name, value in constants.items()} == {
+        name: value for name, value in numbers.items() if isinstance(value, int)
+    }
+
+
+def test_every_file_is_part_of_some_kernel():
+    files = {name for each in EXAMPLES for name in re.findall(r'#line 1 "kernels/(.+)"', each.text())}
+    assert files == {path.name for path in _variant.folder().iterdir() if path.suffix in (".cu", ".cuh")}
+
+
+def test_an_overlay_replaces_single_files(tmp_path):
+    (tmp_path / "ptx.cuh").write_text("#pragma once\nstruct Emulated;\n")
+    text = EXAMPLES[0].text(tmp_path)
+    assert '#line 1 "kernels/ptx.cuh"\n\nstruct Emulated;\n' in text and "asm" not in text
+    assert "Emulated" not in EXAMPLES[0].text()
+
+
+@pytest.mark.parametrize("kernel", _variant.KERNELS)
+def test_args_lie_where_the_struct_puts_them(kernel):
+    """The layout of C, computed from the struct's declaration."""
+    file, args = _variant.KERNELS[kernel]
+    sizes = {"const char*": 8, "char*": 8, "int64": 8, "int": 4, "float": 4, "double": 8, "Strides": 32, "Schedule": 16}
+    offset, widest, found = 0, 1, {}
+    declarations = re.sub("//.*", "", structs(file)["Args"])
+    for kind, names in re.findall(r"(const char|char|\w+) (.+?);", declarations):
+        for name in names.split(", "):
+            size = sizes[kind + "*" * name.startswith("*")]
+            align = min(size, 8)
+            offset = -(-offset // align) * align
+            found[name.lstrip("*")] = offset
+            offset, widest = offset + size, max(widest, align)
+    assert found == {name: args.fields[name][1] for name in args.names}
+    assert args.itemsize == -(-offset // widest) * widest
+    assert args.names[:5] == ("q", "k", "v", "out", "lse"), "a launch packs the pointers first"
