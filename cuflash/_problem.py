@@ -178,17 +178,33 @@ def _result(function, name, array, shape, dtype, inputs):
 
 def check_overlap(function, name, array, inputs):
     """Refuse a result that shares an element with an input. Exact: a slot of a packed buffer is legal."""
+    start, end = _extent(array)
     for other, given in inputs.items():
-        if np.may_share_memory(_shadow(array), _shadow(given)) and np.shares_memory(_shadow(array), _shadow(given)):
+        first, last = _extent(given)
+        if first < end and start < last and np.shares_memory(_shadow(array), _shadow(given)):
             raise ValueError(f"{function}: {name} shares memory with {other}; wanted memory of its own")
+
+
+def _pointer(array):
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+
+def _extent(array):
+    """First address of an array's elements and the one after the last."""
+    start = end = _pointer(array)
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        if stride > 0:
+            end += (length - 1) * stride
+        else:
+            start += (length - 1) * stride
+    return (start, end + array.itemsize) if array.size else (0, 0)
 
 
 class _Address:
     def __init__(self, array):
-        pointer = array.ctypes.data if library(array) == "numpy" else array.data.ptr
         self.__array_interface__ = {
             "version": 3,
-            "data": (pointer, True),
+            "data": (_pointer(array), True),
             "shape": array.shape,
             "strides": array.strides,
             "typestr": f"|V{array.itemsize}",
@@ -211,7 +227,6 @@ def canonical(array, batch):
 
 
 def _operand(array, batch):
-    pointer = array.ctypes.data if library(array) == "numpy" else array.data.ptr
     shape, strides = array.shape, array.strides
     if array.ndim == 2:
         shape, strides = (1, *shape), (0, *strides)
@@ -220,7 +235,7 @@ def _operand(array, batch):
     return Operand(
         (*batch, *shape[-3:]),
         (*(0 if length != full else stride for full, length, stride in lead), *strides[-3:]),
-        pointer % 16 == 0,
+        _pointer(array) % 16 == 0,
     )
 
 

@@ -208,7 +208,7 @@ __device__ __noinline__ void careful_row(const Args& args, const char* q, const 
             store_global(out + 2 * d, Element{bits});
         }
     }
-    if (args.lse != nullptr && lane == 0) store_global(lse, row.lse());
+    if (row.too_coarse() && args.lse != nullptr && lane == 0) store_global(lse, row.lse());  // else it is right already
 }
 
 // Writes the warp's rows of out and lse. out goes through shared memory, so that rows leave in whole chunks; lse is

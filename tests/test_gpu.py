@@ -55,6 +55,7 @@ def test_returns_before_the_gpu_is_done(spin, kind):
     problem = recipe(*kind)
     arrays = problem.arrays(cupy)
     stream, event = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event()
+    cupy.cuda.Device().synchronize()
     with stream:
         expected = run(problem, arrays)  # compiles, and fills the pool of this stream
         again = run(problem, arrays)
@@ -63,9 +64,9 @@ def test_returns_before_the_gpu_is_done(spin, kind):
         spin()
         event.record()
         results = run(problem, arrays)
-        waited = event.done
+        finished = event.done
     stream.synchronize()
-    assert not waited
+    assert not finished
     assert_same(results, expected)
 
 

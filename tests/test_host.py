@@ -71,7 +71,6 @@ def pretended_gpu(limits=HOPPER):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", PRETENDED)
         patch.setattr(_launch, "_calls", {})
-        patch.setattr(_launch, "_ndarray", None)
         patch.setattr(_launch, "limits", lambda device: limits)
         patch.setattr(_compile, "load", lambda variant, device: python_kernel(variant, written))
         yield written
@@ -144,7 +143,7 @@ def python_kernel(variant, written):
 SMALL = {"max_length": 40, "max_head_dim": 40, "dtypes": ("float32", "float16", "bfloat16", "float64")}
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(testing.problems(**SMALL), st.sampled_from(sorted(_plan.KNOWN)), st.sampled_from((2**31 - 1, 3)))
 def test_a_gpu_call_reads_and_writes_the_right_rows(recipe, capability, largest_grid):
     q, k, v = (DeviceArray(x) for x in recipe.arrays())
@@ -162,7 +161,7 @@ def test_a_gpu_call_reads_and_writes_the_right_rows(recipe, capability, largest_
     assert lse.flags.c_contiguous and (out.strides[-1] == out.itemsize or out.size == 0 or out.shape[-1] == 1)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(testing.problems(**SMALL), st.sampled_from(testing.LAYOUTS))
 def test_a_gpu_call_writes_out_with_any_strides(recipe, layout):
     q, k, v = (DeviceArray(x) for x in recipe.arrays())
@@ -371,7 +370,7 @@ BACKWARD = [
     ),
     (
         [QKV[0], *QKV, QKV[0], on_gpu(2, 4)], {}, TypeError,
-        "dout is a numpy array, lse a cupy one; they must be of one library",
+        "q is a numpy array, lse a cupy one; they must be of one library",
     ),
     ([QKV[0], *QKV, QKV[0], LSE], words(grads=x(3)), ValueError, "grads is ndarray; wanted None or the three arrays (dq, dk, dv)"),
     ([QKV[0], *QKV, QKV[0], LSE], words(grads=QKV[:2]), ValueError, "grads is list; wanted None or the three arrays (dq, dk, dv)"),
@@ -524,10 +523,11 @@ def test_pages_of_no_keys_are_legal():
     assert not out.any() and (lse == -np.inf).all()
 
 
-@pytest.mark.parametrize("shape", [(2, 0, 8), (0, 4, 8), (2, 4, 0)])
+@pytest.mark.parametrize("shape", [(3, 2, 0, 8), (0, 2, 4, 8), (3, 0, 4, 8), (3, 2, 4, 0)])
 def test_an_empty_out_is_legal(shape):
-    out = x(*shape)
-    assert cuflash.forward(x(*shape[:-1], 8), x(*shape[:1], 4, 8), x(*shape[:1], 4, shape[-1]), out=out) is out
+    batch, heads, queries, value_dim = shape
+    out, k = x(*shape), x(batch, 2, 5, 8)
+    assert cuflash.forward(x(batch, heads, queries, 8), k, x(batch, 2, 5, value_dim), out=out) is out
 
 
 @pytest.mark.parametrize("function, count", [("backward", 6), ("decode", 3)])
@@ -732,7 +732,7 @@ def test_more_blocks_than_a_grid_holds_are_several_launches():
             args[name] = value  # raises where a number does not fit
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(testing.problems(max_length=300), st.lists(st.sampled_from(testing.LAYOUTS), min_size=3, max_size=3))
 def test_the_order_of_arithmetic_does_not_depend_on_batch_strides_or_alignment(recipe, layouts):
     """Engine, variant and packing are a function of one problem's own shape, dtype and keywords."""
@@ -746,13 +746,13 @@ def test_the_order_of_arithmetic_does_not_depend_on_batch_strides_or_alignment(r
         assert plan.steps[0].args["pack"] == alone.steps[0].args["pack"]
 
 
-def unaddressable(array, dtype):
+def unaddressable(array):
     """Whether a kernel cannot read an array where it lies: the rule of the design."""
     strides = [s for n, s in zip(array.shape, array.strides, strict=True) if n > 1]
     strided = array.shape[-1] > 1 and array.strides[-1] != array.itemsize
     rows = strides[:-1] if array.shape[-1] > 1 else strides
     odd = array.ctypes.data % 16 or any(s % 16 for s in rows)
-    return array.size > 0 and bool(strided or (DTYPES[dtype]().itemsize == 2 and odd))
+    return array.size > 0 and bool(strided or (array.itemsize == 2 and odd))
 
 
 @settings(max_examples=1000)
@@ -761,7 +761,7 @@ def test_copies_are_made_only_where_a_kernel_cannot_address(recipe):
     q, k, v = recipe.arrays()
     plan = planned(q, k, v, **recipe.keywords)
     scale = recipe.scale if recipe.scale is not None else 1
-    wanted = {name for name, array in zip("qkv", (q, k, v), strict=True) if unaddressable(array, recipe.dtype)}
+    wanted = {name for name, array in zip("qkv", (q, k, v), strict=True) if unaddressable(array)}
     wanted |= {"q"} if scale <= 0 else set()
     assert {copy.name for copy in plan.copies} == wanted
     for copy in plan.copies:
@@ -785,15 +785,16 @@ def test_short_rows_share_a_block_by_group(causal):
     assert (step.args["pack"], step.grid) == (4, 4)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("scale", [0.0, -0.0, 1e-300, -1e-40, 1e300, -1e300, -2.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales_reach_the_kernel_positive_and_normal(scale, dtype):
     q = np.zeros((4, 8), DTYPES[dtype])
     plan = planned(q, q, q, scale=scale)
     limits = np.finfo(np.float64 if dtype == "float64" else np.float32)
-    assert limits.tiny <= plan.steps[0].args["scale_log2"] <= limits.max
+    assert float(limits.tiny) <= plan.steps[0].args["scale_log2"] <= float(limits.max)
     factor = {copy.name: copy.factor for copy in plan.copies}.get("q", 1.0)
-    assert factor == (0 if abs(scale) < limits.tiny else np.sign(scale))
+    assert factor == (0 if abs(scale) < float(limits.tiny) else np.sign(scale))
 
 
 def test_a_problem_and_a_plan_print_themselves_in_a_line():
@@ -867,13 +868,7 @@ def test_parts_over_disjoint_keys_merge_into_the_whole(dtype, cuts, seed, stacke
     outs, lses = (np.stack(x) if stacked else x for x in zip(*parts, strict=True))
     merged = cuflash.merge(outs, lses)
     assert (merged[0].dtype, merged[1].dtype) == (outs[0].dtype, lses[0].dtype)
-    eps = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
-    whole, lse = cuflash.forward(*(x.astype(np.float64) for x in (q, k, v)), return_lse=True)
-    size = np.abs(v.astype(np.float64)).max(initial=0)
-    assert (np.abs(merged[0].astype(np.float64) - whole) <= 8 * max(eps, 2**-22 if eps > 2**-40 else 0) * size).all()
-    finite = np.isfinite(lse)
-    assert (merged[1][~finite] == -np.inf).all()
-    assert (np.abs(merged[1] - lse)[finite] <= 1e-3 if eps > 2**-40 else 1e-12).all()
+    testing.assert_attention_close(merged, q, k, v)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -959,8 +954,8 @@ def test_args_lie_where_the_struct_puts_them(kernel):
     file, args = _variant.KERNELS[kernel]
     sizes = {"const char*": 8, "char*": 8, "int64": 8, "int": 4, "float": 4, "double": 8, "Strides": 32, "Schedule": 16}
     offset, widest, found = 0, 1, {}
-    declarations = re.sub("//.*", "", structs(file)["Args"])
-    for kind, names in re.findall(r"(const char|char|\w+) (.+?);", declarations):
+    declarations = re.sub("//.*", "", structs(file)["Args"]).replace("char* ", "char *")
+    for kind, names in re.findall(r"(const char|\w+) (.+?);", declarations):
         for name in names.split(", "):
             size = sizes[kind + "*" * name.startswith("*")]
             align = min(size, 8)
