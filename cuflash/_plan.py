@@ -115,7 +115,7 @@ def _shared_bytes(kernel, element, head_dim, value_dim, tile_q, tile_k, warps, s
 def forward_variant(dtype, mask, head_dim, value_dim, limits):
     """The portable engine's forward kernel for padded head dims."""
     if dtype in ("float16", "bfloat16"):
-        kernel, widest, stages, registers = "forward", max(head_dim, value_dim), 2, 0
+        kernel, widest, stages = "forward", max(head_dim, value_dim), 2
         if widest <= 32:
             tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 128: 0.97 of it, causal
         elif widest <= 64:
@@ -124,12 +124,13 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits):
             tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 32: 0.95; 16 rows a warp: 0.80
         else:  # registers hold out of 16 rows a warp; two stages of tile_k 32: 0.97 of it; 8 warps, one block: 0.96
             tile_q, tile_k, warps, blocks, stages = 64, 64, 4, 2, 1
-        if mask == "window" and limits.capability < (9, 0):  # no registers to spare where there are no uniform ones
+        tight = mask == "window" and limits.capability < (9, 0)
+        if tight or (head_dim < value_dim == 128 and limits.capability >= (10, 0)):  # tile_k 64 spills registers there
             tile_k = min(tile_k, 32)
     else:
-        kernel, tile_q, tile_k, warps, blocks, stages, registers = "forward_fma", 16, 16, 4, 1, 1, 0
+        kernel, tile_q, tile_k, warps, blocks, stages = "forward_fma", 16, 16, 4, 1, 1
     shared = _shared_bytes(kernel, dtype, head_dim, value_dim, tile_q, tile_k, warps, stages)
-    return Variant(kernel, dtype, mask, head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, registers, shared)
+    return Variant(kernel, dtype, mask, head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared)
 
 
 def variants(limits):

@@ -55,7 +55,6 @@ class Variant:
     warps: int
     blocks_per_sm: int  # that the registers must leave room for
     stages: int  # 2: the next tile is copied beside this one; 1: its keys beside these values, and so on in turn
-    query_registers: int  # 1 where a warp keeps its rows of q in registers
     shared_bytes: int
 
     @property
@@ -63,8 +62,7 @@ class Variant:
         """The facts spelled out: a label for benchmarks, tests and errors."""
         dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}v{self.value_dim}"
         tiles = f"q{self.tile_q}_k{self.tile_k}_w{self.warps}_b{self.blocks_per_sm}"
-        flags = f"_s{self.stages}" + "_qr" * self.query_registers
-        return f"{self.kernel}_{ELEMENTS[self.element].short}_{self.mask}_{dims}_{tiles}{flags}"
+        return f"{self.kernel}_{ELEMENTS[self.element].short}_{self.mask}_{dims}_{tiles}_s{self.stages}"
 
     @property
     def entry(self):

@@ -5,8 +5,9 @@
 // The algorithm is FlashAttention-2 (Dao 2023). A block owns TILE_Q rows of one head, or of all heads of a group when
 // there are few rows, and walks over the keys it can see in tiles of TILE_K, from the last to the first. A warp owns
 // ROWS of the rows, a quad of its threads two rows of every 16: scores, weights and out stay in registers, in the
-// layout of mma.m16n8k16, whose accumulator is the next product's A operand as it is. K and V come through two
-// stages of shared memory: while one tile is worked on, the next arrives.
+// layout of mma.m16n8k16, whose accumulator is the next product's A operand as it is. K and V come through shared
+// memory by cp.async. With two STAGES a whole tile arrives while another is worked on. With one, the next keys arrive
+// while the values are worked on, and the values while the keys are: half the memory, twice the barriers.
 //
 // What limits speed: the tensor cores at head_dim 64 and 128 (with the exponentials close behind at 64), shared
 // memory reads at 256, where a warp can own only 16 rows and so reads all of K and V for each 16.
@@ -40,11 +41,11 @@ constexpr int FACTS_START = VALUE_START + STAGES * VALUE_BYTES;
 
 // What a warp needs once a tile waits in shared memory, since registers are short.
 struct alignas(16) Facts {
-    const char *k, *v;              // key 0 of the block's head
-    int first_key, end_key;         // keys that some row of the block sees; the others are never read
-    int some_first, some_end;       // keys that some row of the warp sees
-    int all_first, all_end;         // keys that all rows of the warp see
-    int warp_row;
+    const char *k, *v;         // key 0 of the block's head
+    int first_key, end_key;    // keys that some row of the block sees; the others are never read
+    int some_first, some_end;  // keys that some row of the warp sees
+    int all_first, all_end;    // keys that all rows of the warp see
+    int warp_row;              // first packed row of the warp
 };
 static_assert(FACTS_START + WARPS * sizeof(Facts) == SHARED_BYTES, "SHARED_BYTES: what the tiles and facts take");
 
@@ -57,9 +58,9 @@ struct Args {
     int64 first_block;
     int queries, keys, heads, group, pack, head_dim, value_dim;
     int head_blocks, batches1;   // blocks along heads; length of the inner merged axis
-    int first_shift, end_shift;        // of the mask
-    int out_vectors;                   // rows of out can be written 16 bytes at a time
-    float scale_log2;                  // scale * log2 e, positive
+    int first_shift, end_shift;  // of the mask
+    int out_vectors;             // rows of out can be written 16 bytes at a time
+    float scale_log2;            // scale * log2 e, positive
 };
 template struct ArgsLayout<Args>;
 
@@ -278,6 +279,33 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
     }
 }
 
+__device__ __forceinline__ Facts gather(const Args& args, const Mask& mask, const Dense& place) {
+    const int block_row = place.tile * TILE_Q, last_row = min(block_row + TILE_Q, place.rows()) - 1;
+    const int warp_row = block_row + warp_index() * ROWS;
+    const int top = place.query(warp_row), bottom = place.query(warp_row + ROWS - 1);
+    Facts facts;
+    facts.k = args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group);
+    facts.v = args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group);
+    facts.first_key = mask.first_key(place.query(block_row));
+    facts.end_key = mask.end_key(place.query(last_row));
+    facts.some_first = mask.first_key(top);
+    facts.some_end = mask.end_key(bottom);
+    facts.all_first = mask.first_key(bottom);
+    facts.all_end = mask.end_key(top);
+    facts.warp_row = warp_row;
+    return facts;
+}
+
+// Each warp fetches its own rows of q.
+__device__ __forceinline__ void load_queries(const Args& args, const Dense& place, int warp_row, uint32 warp_shared) {
+    for (int n = lane_index(); n < ROWS * QueryTile::CHUNKS; n += WARP) {
+        const int r = n / QueryTile::CHUNKS, chunk = n % QueryTile::CHUNKS;
+        const int bytes = warp_row + r < place.rows() ? clamp(args.head_dim * 2 - chunk * CHUNK, 0, CHUNK) : 0;
+        const char* row = place.row(args.q, args.q_strides, warp_row + r);
+        cp_async_16(warp_shared + QueryTile::offset(r, chunk), row + chunk * CHUNK, bytes);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_forward(const __grid_constant__ Args args) {
     const uint32 shared = shared_memory();
     const uint32 warp_shared = shared + warp_index() * WARP_BYTES;
@@ -288,31 +316,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_for
     int tile, first_tile;
     {
         const Dense place = locate(args);
-        const int block_row = place.tile * TILE_Q, warp_row = block_row + warp_index() * ROWS;
-        const int last_row = min(block_row + TILE_Q, place.rows()) - 1;
-        const int top = place.query(warp_row), bottom = place.query(warp_row + ROWS - 1);
-        Facts facts;
-        facts.k = args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group);
-        facts.v = args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group);
-        facts.first_key = mask.first_key(place.query(block_row));
-        facts.end_key = mask.end_key(place.query(last_row));
-        facts.some_first = mask.first_key(top);
-        facts.some_end = mask.end_key(bottom);
-        facts.all_first = mask.first_key(bottom);
-        facts.all_end = mask.end_key(top);
-        facts.warp_row = warp_row;
+        const Facts facts = gather(args, mask, place);
         first_tile = facts.first_key / TILE_K;
         tile = facts.first_key < facts.end_key ? (facts.end_key - 1) / TILE_K : first_tile - 1;
         if (lane_index() == 0) store_shared(facts_shared(), facts);
         sync_warp();
-
-        // Each warp fetches its own rows of q.
-        for (int n = lane_index(); n < ROWS * QueryTile::CHUNKS; n += WARP) {
-            const int r = n / QueryTile::CHUNKS, chunk = n % QueryTile::CHUNKS;
-            const int bytes = warp_row + r < place.rows() ? clamp(args.head_dim * 2 - chunk * CHUNK, 0, CHUNK) : 0;
-            const char* row = place.row(args.q, args.q_strides, warp_row + r);
-            cp_async_16(warp_shared + QueryTile::offset(r, chunk), row + chunk * CHUNK, bytes);
-        }
+        load_queries(args, place, facts.warp_row, warp_shared);
         cp_async_commit_group();
     }
 
@@ -336,26 +345,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_for
     }
 
     const uint32 lane_q = lane_of_a<HEAD_DIM>(), lane_k = lane_of_b<HEAD_DIM>(), lane_v = lane_of_a<VALUE_DIM>();
-    auto fetch_query = [&](uint32(&a)[4], int block, int step) {
-        ldmatrix_x4(a, warp_shared + QueryTile::step(lane_q, 16 * block, 2 * step));
-    };
-    uint32 query[BLOCKS][HEAD_DIM / 16][4];  // where registers suffice; else q is read again for every tile
-    if constexpr (QUERY_REGISTERS) {
-        cp_async_wait_group<0>();
-        sync_warp();
-#pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-            for (int step = 0; step < HEAD_DIM / 16; ++step) fetch_query(query[block][step], block, step);
-        }
-    }
     auto load_query = [&](uint32(&a)[4], int block, int step) {
-        if constexpr (QUERY_REGISTERS) {
-#pragma unroll
-            for (int n = 0; n < 4; ++n) a[n] = query[block][step][n];
-        } else {
-            fetch_query(a, block, step);
-        }
+        ldmatrix_x4(a, warp_shared + QueryTile::step(lane_q, 16 * block, 2 * step));
     };
     Out out = {};
     Rows rows;

@@ -17,7 +17,7 @@ constexpr int ROW_THREADS = 8;
 static_assert(THREADS == TILE_Q * ROW_THREADS, "TILE_Q: eight threads a row");
 static_assert(TILE_K % ROW_THREADS == 0, "TILE_K: whole columns for the threads of a row");
 
-static_assert(STAGES == 1 && !QUERY_REGISTERS, "STAGES, QUERY_REGISTERS: one copy of each tile, q in shared memory");
+static_assert(STAGES == 1, "STAGES: one copy of each tile");
 
 using Real = Element;
 
@@ -30,9 +30,9 @@ struct Args {
     int64 first_block;
     int queries, keys, heads, group, pack, head_dim, value_dim;
     int head_blocks, batches1;   // blocks along heads; length of the inner merged axis
-    int first_shift, end_shift;        // of the mask
-    int out_vectors;                   // unused here: elements are stored one by one
-    double scale_log2;                 // scale * log2 e, positive
+    int first_shift, end_shift;  // of the mask
+    int out_vectors;             // unused here: elements are stored one by one
+    double scale_log2;           // scale * log2 e, positive
 };
 template struct ArgsLayout<Args>;
 

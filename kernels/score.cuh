@@ -9,7 +9,6 @@ namespace cuflash {
 // with the maximum, and the planner sees to it that the factor is positive.
 struct Scaled {
     float scale_log2;
-    __device__ __forceinline__ float score(float s, int, int, int) const { return s; }
     __device__ __forceinline__ float factor() const { return scale_log2; }
 };
 
