@@ -68,7 +68,10 @@ def explain(function, arrays, keywords):
         "backward": {"causal": False, "dlse": None, "grads": None},
         "decode": {"causal": True, "return_lse": False, "out": None, "lengths": None, "page_table": None},
     }[function] | {"scale": None, "window": None, "engine": None}
-    arrays = [_problem.adopt(function, name, x) for name, x in zip(names[function].split(), arrays, strict=True)]
+    wanted = names[function].split()
+    if len(arrays) != len(wanted):
+        raise ValueError(f"explain: {function} takes the arrays {', '.join(wanted)}; got {len(arrays)}")
+    arrays = [_problem.adopt(function, name, x) for name, x in zip(wanted, arrays, strict=True)]
     problem = getattr(_problem, function)(*arrays, **(defaults | keywords))
     if function != "forward":
         _on_the_cpu(function, problem)

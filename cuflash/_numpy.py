@@ -200,8 +200,8 @@ def _paged(cache, pages):
 
     def read(low, high):
         size = cache.shape[1]
-        start = low // size
-        found = cache[pages[start : -(-high // size)]].reshape(-1, cache.shape[2])
+        start = low // max(size, 1)
+        found = cache[pages[start : -(-high // max(size, 1))]].reshape(-1, cache.shape[2])
         return found[low - start * size : high - start * size]
 
     return read
@@ -310,6 +310,8 @@ def _forward_tile(q, k, v, first, end):
     for run, seen, edges in _chunks(first, end, q, v):
         s = _product(k[run], columns)
         _hide(s, -np.inf, seen, edges)
+        if not np.isfinite(k[run].sum()):  # a score of -inf has no weight, whatever its value holds
+            seen = s != -np.inf
         larger = np.maximum(largest, _down(np.maximum, s))
         base = np.where(larger == -np.inf, 0, larger)  # -inf - -inf is not a number
         s -= base
@@ -354,8 +356,11 @@ def _backward_tile(dout, q, lse, offset, k, v, first, end, dk, dv):
         s = _product(k[run], q_columns)
         ds = _product(v[run], dout_columns)
         _hide(s, -np.inf, seen, edges)
+        if not np.isfinite(k[run].sum()):  # a score of -inf has no weight, and its key no part in a gradient
+            seen, edges = s != -np.inf, [slice(None)]
         s -= lse
         p = np.exp(s, out=s)
+        _hide(p, 0, seen, edges)  # where lse is NaN, so is exp(-inf - lse)
         ds -= offset
         ds *= p
         _hide(ds, 0, seen, edges)

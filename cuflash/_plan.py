@@ -259,7 +259,7 @@ def _portable_forward(problem, limits):
 def _positive(scale, element):
     """A positive scale that kernels can fold into the exponent, and the factor that is left for a copy of q."""
     limits = np.finfo(element.lse)
-    if abs(scale) * LOG2_E < limits.tiny:  # flushed to 0 there, and 0 times a hidden score's -inf is NaN
+    if abs(scale) * LOG2_E < float(limits.tiny):  # flushed to 0 there, and 0 times a hidden score's -inf is NaN
         return 1.0, 0.0
     return min(abs(scale), float(limits.max) / 2), math.copysign(1.0, scale)
 

@@ -249,7 +249,10 @@ def _scale(function, scale, head_dim):
         scale = scale[()]
     if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (numbers.Real, *_scalar_types())):
         raise TypeError(f"{function}: scale is {scale!r}; wanted a real number or None")
-    value = float(scale)
+    try:
+        value = float(scale)
+    except OverflowError:  # an integer beyond float64
+        value = math.inf
     if not math.isfinite(value):
         raise ValueError(f"{function}: scale is {value}; wanted a finite number")
     return value
@@ -449,12 +452,12 @@ def decode(q, k_cache, v_cache, *, lengths, page_table, scale, causal, window, r
         q=_operand(q, batch),
         k=_operand(k_cache, k_cache.shape[:1]),
         v=_operand(v_cache, v_cache.shape[:1]),
-        out=None if out is None else _operand(out, batch),
     )
-    if out is not None:
-        _common_library("decode", {"q": q, "out": out})
-        _result("decode", "out", out, problem.out_shape, q.dtype, inputs | tables)
-    return problem
+    if out is None:
+        return problem
+    _common_library("decode", {"q": q, "out": out})
+    _result("decode", "out", out, problem.out_shape, q.dtype, inputs | tables)
+    return replace(problem, out=_operand(out, batch))
 
 
 def _check_tables(lengths, page_table, capacity, pages, page_size):
@@ -464,13 +467,19 @@ def _check_tables(lengths, page_table, capacity, pages, page_size):
             raise ValueError(f"decode: lengths[{b}] is {length}; wanted 0 to {capacity}, what the cache can hold")
         if page_table is None:
             continue
-        for column, page in enumerate(page_table[b, : -(-length // page_size)].tolist()):
+        for column, page in enumerate(page_table[b, : -(-length // max(page_size, 1))].tolist()):
             if not 0 <= page < pages:
                 raise ValueError(f"decode: page_table[{b}, {column}] is {page}; wanted a page from 0 to {pages - 1}")
 
 
 def merge(outs, lses):
     """Validate a call of ``merge``: lists of equal length, shapes and dtypes that belong together."""
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (list, tuple)) and not getattr(parts, "ndim", 0):
+            raise TypeError(
+                f"merge: {name} is a {type(parts).__name__}; wanted a sequence of arrays, "
+                f"or one with the parts along its first axis"
+            )
     outs, lses = list(outs), list(lses)
     if not outs or len(outs) != len(lses):
         raise ValueError(f"merge: outs has {len(outs)} parts, lses {len(lses)}; wanted the same number, at least one")

@@ -178,7 +178,7 @@ def sequences(q, k_cache, v_cache, lengths=None, page_table=None):
         else:
             size = k_cache.shape[-2]
             length = page_table.shape[1] * size if lengths is None else int(host(lengths)[b])
-            pages = host(page_table)[b, : -(-length // size)]
+            pages = host(page_table)[b, : -(-length // max(size, 1))]
             k1, v1 = (
                 cache[pages].swapaxes(0, 1).reshape(cache.shape[1], -1, cache.shape[-1])[:, :length]
                 for cache in (k_cache, v_cache)

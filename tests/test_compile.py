@@ -1,0 +1,139 @@
+"""Kernels compile for every architecture, without warnings and spills, and errors say where. No GPU is needed.
+
+Logs are kept in pytest's cache, by text, architecture and compiler, so that a second run compiles what has changed.
+"""
+
+import hashlib
+import os
+import pickle
+import re
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cuflash import CompileError, _compile, _plan, _variant
+from cuflash._dtypes import ELEMENTS
+from cuflash._masks import MASKS
+
+HOPPER = _plan.KNOWN[9, 0]
+PAIRS = sorted({(variant.head_dim, variant.value_dim) for variant in _plan.variants(HOPPER)})
+
+
+def jobs():
+    """Every variant on sm_90; elsewhere each dtype and pair of head dims with one mask, the masks taking turns."""
+    yield from ((variant, 90) for variant in _plan.variants(HOPPER))
+    others = [limits for capability, limits in _plan.KNOWN.items() if capability != (9, 0)]
+    for (a, limits), (d, dtype), (p, pair) in product(enumerate(others), enumerate(ELEMENTS), enumerate(PAIRS)):
+        variant = _plan.forward_variant(dtype, list(MASKS)[(a + d + p) % len(MASKS)], *pair, limits)
+        yield variant, int("".join(map(str, limits.capability)))
+
+
+@pytest.fixture(scope="session")
+def nvrtc():
+    """Version of the compiler, which needs no GPU."""
+    try:
+        return _compile.nvrtc_version()
+    except (ImportError, OSError, RuntimeError) as error:
+        pytest.skip(f"needs CuPy with NVRTC: pip install -e '.[cuda13]' ({error})")
+
+
+@pytest.fixture(scope="session")
+def log_of(nvrtc, request, tmp_path_factory):
+    """The compiler's log of a job. Those of all tests that are going to run are compiled at once, on all cores."""
+    cache = getattr(request.config, "cache", None)
+    folder = cache.mkdir("cuflash-logs") if cache else tmp_path_factory.mktemp("cuflash-logs")
+    compiler = Path(_compile.__file__).read_bytes()  # its options
+
+    def file(variant, arch):
+        return folder / hashlib.sha256(f"{variant.text()}{arch}{nvrtc}".encode() + compiler).hexdigest()
+
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = {each["job"]: file(*each["job"]) for each in params if "job" in each}
+    pool = ProcessPoolExecutor(min(os.cpu_count(), 16), mp_context=get_context("spawn"))
+    futures = {job: pool.submit(_compile.check, *job) for job, file in wanted.items() if not file.is_file()}
+
+    def log_of(job):
+        if job not in futures:
+            return wanted[job].read_text(encoding="utf-8")
+        log = futures[job].result()
+        _variant._assemble.cache_clear()
+        if file(*job) == wanted[job]:  # else kernels have been edited meanwhile, and what was compiled is not known
+            partial = wanted[job].with_suffix(f".{os.getpid()}")
+            partial.write_text(log, encoding="utf-8")
+            partial.replace(wanted[job])
+        return log
+
+    yield log_of
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("job", list(jobs()), ids=lambda job: f"sm_{job[1]}-{job[0].name}")
+def test_compiles_without_warnings_and_spills(job, log_of):
+    variant, arch = job
+    log = log_of(job)
+    assert f"Compiling entry function '{variant.entry}' for 'sm_{arch}'" in log
+    assert "warning" not in log.lower() and "C75" not in log, log
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert len(spills) == log.count("Function properties") > 0 and {*spills} == {("0", "0")}, log
+    registers = max(int(used) for used in re.findall(r"Used (\d+) registers", log))
+    assert -(-registers // 8) * 8 * 32 * variant.warps * variant.blocks_per_sm <= 65536, log
+
+
+# Errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def variant():
+    return _plan.forward_variant("float16", "causal", 64, 64, HOPPER)
+
+
+@pytest.mark.parametrize("name, before", [("forward.cu", "struct Args {"), ("softmax.cuh", "struct SoftmaxRow {")])
+def test_an_error_points_into_the_kernel_file(nvrtc, variant, monkeypatch, tmp_path, name, before):
+    lines = (_variant.folder() / name).read_text(encoding="utf-8").splitlines()
+    number = next(n for n, line in enumerate(lines) if before in line)
+    lines.insert(number, "int broken = undeclared;" if name.endswith(".cu") else "template <typename Real>")
+    (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+    text = variant.text(tmp_path)
+    monkeypatch.setattr(_variant.Variant, "text", lambda self: text)
+    with pytest.raises(CompileError) as error:
+        _compile.check(variant, 90)
+    assert re.search(rf"^kernels/{re.escape(name)}\(({number + 1}|{number + 2})\): error", str(error.value), re.M)
+    assert variant.name in str(error.value) and "defect of cuflash" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"shared_bytes": 16}, "SHARED_BYTES: what the tiles and facts take"),
+        ({"tile_q": 120}, "TILE_Q: 16 rows, or a multiple, for every warp"),
+        ({"tile_k": 40}, "TILE_K: whole steps of 16 keys"),
+    ],
+)
+def test_a_variant_that_cannot_be_is_refused_with_a_sentence(nvrtc, variant, changes, sentence):
+    with pytest.raises(CompileError, match=re.escape(sentence)):
+        _compile.check(replace(variant, **changes), 90)
+
+
+def test_arguments_that_lie_elsewhere_are_refused(nvrtc, variant, monkeypatch):
+    fields = [(name, variant.args.fields[name][0]) for name in variant.args.names]
+    keys = next(n for n, field in enumerate(fields) if field[0] == "keys")
+    fields[keys : keys + 2] = reversed(fields[keys : keys + 2])
+    swapped = np.dtype(fields, align=True)
+    monkeypatch.setitem(_variant.KERNELS, variant.kernel, (variant.file, swapped))
+    with pytest.raises(CompileError, match="Args.keys: not where Python puts it"):
+        _compile.check(variant, 90)
+
+
+def test_a_compile_error_holds_the_variant_and_the_log_and_passes_between_processes(variant):
+    error = CompileError(variant, "kernels/forward.cu(7): error: no")
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert isinstance(each, CompileError)
+        assert str(each) == (
+            f"cuflash: {variant.name} did not compile; this is a defect of cuflash. The log:\n"
+            f"kernels/forward.cu(7): error: no"
+        )
