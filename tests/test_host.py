@@ -449,7 +449,7 @@ DECODE = [
     (CACHED, words(lengths=[1, 2, 3]), TypeError, f"lengths is a list; wanted {ANY}"),
     (CACHED, words(lengths=LENGTHS[:2]), ValueError, "lengths has shape (2,); wanted (3,)"),
     (CACHED, words(lengths=LENGTHS[None]), ValueError, "lengths has shape (1, 3); wanted (3,)"),
-    (CACHED, words(lengths=np.array([1, -1, 2])), ValueError, "lengths[1] is -1; wanted 0 to 6, what the cache can hold"),
+    (CACHED, words(lengths=LENGTHS - 1), ValueError, "lengths[1] is -1; wanted 0 to 6, what the cache can hold"),
     (CACHED, words(lengths=LENGTHS + 1), ValueError, "lengths[0] is 7; wanted 0 to 6, what the cache can hold"),
     (
         CACHED, words(page_table=TABLE, lengths=LENGTHS + 7), ValueError,
