@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -115,28 +115,41 @@ def count_tests(xml):
     return {"passed": total["tests"] - failed - total["skipped"], "failed": failed, "skipped": total["skipped"]}
 
 
-def run_tests(json, seconds):
-    """Run the test-suite; its counts go into the record whatever happened. 0 where all is well."""
-    with tempfile.TemporaryDirectory() as folder:
-        xml = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-ra", "--durations=10", f"--junitxml={xml}"]
-        child = subprocess.Popen(command, cwd=record.ROOT, env=os.environ | {"CUFLASH_REQUIRE_GPU": "1"})
+def _run_file(file, folder, deadline):
+    """Run one file of tests in a process of its own: its output, its counts, its exit status."""
+    xml = Path(folder) / f"{file.stem}.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-ra", "--durations=3", f"--junitxml={xml}", str(file)]
+    child = subprocess.Popen(
+        command, cwd=record.ROOT, env=os.environ | {"CUFLASH_REQUIRE_GPU": "1"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = child.communicate(timeout=max(deadline - time.monotonic(), 1))
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGINT)  # pytest writes its file when interrupted
         try:
-            code = child.wait(seconds)
+            output, _ = child.communicate(timeout=30)
         except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGINT)  # pytest writes its file when interrupted
-            try:
-                child.wait(30)
-            except subprocess.TimeoutExpired:
-                child.kill()
-            code = 124
-        counts = count_tests(xml) if xml.is_file() else {"passed": 0, "failed": 0, "skipped": 0}
-    if code and not counts["failed"]:
+            child.kill()
+            output, _ = child.communicate()
+    counts = count_tests(xml) if xml.is_file() else {"passed": 0, "failed": 0, "skipped": 0}
+    if child.returncode and not counts["failed"]:
         counts["failed"] = 1  # a collection error, a crash or the time limit
-    print(f"tests: {counts}, exit {code}")
+    return output, counts
+
+
+def run_tests(json, seconds, at_once=4):
+    """Run the test-suite, some files at once; counts go into the record whatever happened. 0 where all is well."""
+    begin, total = time.monotonic(), dict.fromkeys(("passed", "failed", "skipped"), 0)
+    files = sorted((record.ROOT / "tests").glob("test_*.py"))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+        for output, counts in pool.map(lambda file: _run_file(file, folder, begin + seconds), files):
+            print(output, flush=True)
+            total = {name: total[name] + counts[name] for name in total}
+    print(f"tests: {total} in {time.monotonic() - begin:.0f} s")
     if json:
-        record.add(json, "tests", record.stamped(counts))
-    return int(bool(code))
+        record.add(json, "tests", record.stamped(total))
+    return int(bool(total["failed"]))
 
 
 def main(argv=None):

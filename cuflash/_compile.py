@@ -16,7 +16,11 @@ class CompileError(RuntimeError):
     """A kernel did not compile. The message holds the variant's name and the compiler's log."""
 
     def __init__(self, variant, log):
-        super().__init__(f"cuflash: {variant.name} did not compile; this is a defect of cuflash. The log:\n{log}")
+        super().__init__(variant, log)  # the arguments, so that it passes between processes
+
+    def __str__(self):
+        variant, log = self.args
+        return f"cuflash: {variant.name} did not compile; this is a defect of cuflash. The log:\n{log}"
 
 
 def load(variant, device):
@@ -54,6 +58,8 @@ def check(variant, arch):
     from cupy.cuda import nvrtc
 
     options = (*_OPTIONS, "-ftz=true", f"-arch=sm_{arch}", "--ptxas-options=-v")
+    if nvrtc.getVersion() >= (13, 0):  # its own cache answers without the log
+        options += ("--no-cache",)
     program = nvrtc.createProgram(variant.text(), f"{variant.name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, options)

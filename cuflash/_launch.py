@@ -7,6 +7,8 @@ pointers and launches, and nothing more.
 
 import struct
 import sys
+import threading
+from contextlib import nullcontext
 from functools import cache
 
 import numpy as np
@@ -18,18 +20,20 @@ MOST_CALLS = 1024  # prepared calls that are kept
 
 _POINTERS = struct.Struct("5Q")  # q, k, v, out, lse
 _calls = {}
+_captured = []  # what graphs read and write: their replays do not end where a call does
+_lock = threading.Lock()
 
 
 def forward(q, k, v, scale, causal, window, return_lse, out, engine):
     """Run ``forward``: by a prepared call where one of its kind has been made before."""
     key = call = None
-    cupy = sys.modules.get("cupy")  # who holds a CuPy array has imported CuPy
-    if cupy and all(isinstance(x, cupy.ndarray) for x in ((q, k, v) if out is None else (q, k, v, out))):
+    kind = getattr(sys.modules.get("cupy"), "ndarray", ())  # who holds a CuPy array has imported CuPy
+    if all(isinstance(x, kind) for x in ((q, k, v) if out is None else (q, k, v, out))):
         try:
             key = (
                 *(_key(q), _key(k), _key(v), None if out is None else _key(out)),
                 *(scale, type(scale), causal, type(causal), return_lse, engine),
-                window and (*window, *map(type, window)),
+                (*window, *map(type, window)) if isinstance(window, tuple) else window,
             )
             call = _calls.get(key)
         except TypeError:  # a keyword that cannot be hashed: validation says what is wrong, or makes it a number
@@ -47,9 +51,10 @@ def forward(q, k, v, scale, causal, window, return_lse, out, engine):
     call = (_NumpyForward if plan.engine == "numpy" else _GpuForward)(problem, plan)
     result = call(q, k, v, out)
     if key is not None:
-        if len(_calls) >= MOST_CALLS:
-            _calls.clear()
-        _calls[key] = call
+        with _lock:
+            if len(_calls) >= MOST_CALLS:
+                del _calls[next(iter(_calls))]
+            _calls[key] = call
     return result
 
 
@@ -151,7 +156,8 @@ class _GpuForward:
         self.multiply = cupy.multiply
         self.copies = {copy.name: copy for copy in plan.copies}
         self.out, self.lse = map(_Allocation, plan.buffers)
-        self.steps = [] if 0 in self.lse.shape else [self._pack(step) for step in plan.steps]
+        self.current_stream = cupy.cuda.get_current_stream
+        self.steps = [self._pack(step) for step in plan.steps]
 
     def _pack(self, step):
         """What a launch needs, the arguments as bytes but for the pointers, which come first."""
@@ -180,6 +186,8 @@ class _GpuForward:
         if written is not result:
             target = result if out is None else _problem.canonical(out, self.problem.batch)
             target[...] = written[..., : target.shape[-1]]
+        if copies and self.current_stream().is_capturing():
+            _captured.append((q, k, v, written))
         out = _visible(result, self.problem) if out is None else out
         return (out, _visible(lse, self.problem)) if self.return_lse else out
 
@@ -214,6 +222,9 @@ def backward(dout, q, k, v, out, lse, scale, causal, window, dlse, grads, engine
     named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     dout, q, k, v, out, lse = (_problem.adopt("backward", name, x) for name, x in named.items())
     dlse = dlse if dlse is None else _problem.adopt("backward", "dlse", dlse)
+    if isinstance(grads, (tuple, list)) and len(grads) == 3:
+        names = ("dq", "dk", "dv")
+        grads = [_problem.adopt("backward", name, x) for name, x in zip(names, grads, strict=True)]
     problem = _problem.backward(
         dout, q, k, v, out, lse, scale=scale, causal=causal, window=window, dlse=dlse, grads=grads, engine=engine
     )
@@ -270,21 +281,20 @@ def decode(q, k_cache, v_cache, lengths, page_table, scale, causal, window, retu
 def merge(outs, lses):
     """Run ``merge``, in float32 (float64 for float64): elementwise work that NumPy and CuPy do well."""
     outs, lses = _problem.merge(outs, lses)
-    if _problem.library(outs[0]) == "numpy":
-        xp = np
-    else:
+    xp, place = np, nullcontext()
+    if _problem.library(outs[0]) == "cupy":
         import cupy as xp
-    with np.errstate(all="ignore"):
+
+        place = xp.cuda.Device(outs[0].data.device_id)
+    with place, np.errstate(all="ignore"):
         top = lses[0]
         for lse in lses[1:]:
             top = xp.fmax(top, lse)
         shift = xp.where(top == -xp.inf, 0, top)
-        total = xp.zeros_like(top)
+        weights = [xp.exp(lse - shift) for lse in lses]
+        total = sum(weights[1:], weights[0])
+        inverse = 1 / xp.where(total == 0, 1, total)  # first of all: out never leaves the range of its parts
         joined = xp.zeros(outs[0].shape, top.dtype)
-        for out, lse in zip(outs, lses, strict=True):
-            weight = xp.exp(lse - shift)
-            total += weight
-            weight = weight[..., None]
-            joined += xp.where(lse[..., None] == -xp.inf, 0, weight * out.astype(top.dtype))
-        joined /= xp.where(total == 0, 1, total)[..., None]
+        for out, lse, weight in zip(outs, lses, weights, strict=True):
+            joined += xp.where(lse[..., None] == -xp.inf, 0, (weight * inverse)[..., None] * out.astype(top.dtype))
         return joined.astype(outs[0].dtype), xp.log(total) + shift

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ._dtypes import ELEMENTS
-from ._problem import LONGEST, Operand
+from ._problem import LARGEST_AXIS, LONGEST, Operand
 from ._variant import Variant
 
 LOG2_E = 1.4426950408889634
@@ -124,8 +124,9 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits):
             tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 32: 0.95; 16 rows a warp: 0.80
         else:  # registers hold out of 16 rows a warp; two stages of tile_k 32: 0.97 of it; 8 warps, one block: 0.96
             tile_q, tile_k, warps, blocks, stages = 64, 64, 4, 2, 1
-        tight = mask == "window" and limits.capability < (9, 0)
-        if tight or (head_dim < value_dim == 128 and limits.capability >= (10, 0)):  # tile_k 64 spills registers there
+        if limits.capability >= (10, 0) and stages == 2:  # registers spill there with larger tiles
+            tile_k //= 2
+        elif limits.capability < (9, 0) and mask == "window":
             tile_k = min(tile_k, 32)
     else:
         kernel, tile_q, tile_k, warps, blocks, stages = "forward_fma", 16, 16, 4, 1, 1
@@ -185,7 +186,8 @@ def _merged(batch, operands):
         if batch[axis] == 1:
             continue
         here = [operand.strides[axis] for operand in operands]
-        if lengths and all(s == inner * lengths[0] for s, inner in zip(here, strides[0], strict=True)):
+        fits = lengths and lengths[0] * batch[axis] <= LARGEST_AXIS
+        if fits and all(s == inner * lengths[0] for s, inner in zip(here, strides[0], strict=True)):
             lengths[0] *= batch[axis]
         else:
             lengths.insert(0, batch[axis])
@@ -222,7 +224,7 @@ def _portable_forward(problem, limits):
             f"{name}_strides": (*(axis[n] for axis in strides), *operand.strides[-3:-1])
             for n, (name, operand) in enumerate(operands.items())
         },
-        "schedule": (tiles, _section(problem, pack, heads), heads),
+        "schedule": (tiles, _section(problem, pack, heads, tiles), heads),
         "queries": problem.queries,
         "keys": problem.keys,
         "heads": problem.heads,
@@ -253,7 +255,7 @@ def _portable_forward(problem, limits):
         Buffer("lse", out_shape[:-1], element.lse.name, tuple(range(len(out_shape) - 2))),
     )
     reason = "asked for" if problem.engine else f"the engine of every GPU since sm_80, here {limits}"
-    return Plan("portable", reason, copies, buffers, steps)
+    return Plan("portable", reason, copies if steps else (), buffers, steps)
 
 
 def _positive(scale, element):
@@ -291,7 +293,7 @@ def _layout(problem, out, factor, chunk):
     return operands, tuple(copies.values()), [1] * missing + lengths, [[0] * len(given)] * missing + strides
 
 
-def _section(problem, pack, heads):
+def _section(problem, pack, heads, tiles):
     """Head blocks whose tiles are scheduled together, longest first: as many as share the cache.
 
     Without a mask all tiles are alike, and heads come one by one.
@@ -300,7 +302,7 @@ def _section(problem, pack, heads):
         return 1
     head_bytes = problem.keys * (problem.head_dim + problem.value_dim) * ELEMENTS[problem.dtype].itemsize
     together = max(CACHED_BYTES // max(head_bytes, 1), 1) * (problem.group // pack)
-    return min(together, max(heads, 1))
+    return max(min(together, heads, LARGEST_GRID // max(tiles, 1)), 1)
 
 
 def _pack(problem, tile_q):

@@ -4,6 +4,7 @@ A ``Problem`` says what is to be computed and how the operands lie in memory. It
 of what a device can do, so it can be made, printed and planned where no GPU is.
 """
 
+import importlib
 import math
 import numbers
 import sys
@@ -16,6 +17,7 @@ from ._dtypes import ELEMENTS
 
 ENGINES = ("numpy", "portable")
 LONGEST = 10**9  # rows or keys of one head: a row index plus a mask's shift fits 32 bits
+LARGEST_AXIS = 2**31 - 1  # of those in front of heads
 WIDEST = 256  # head_dim and value_dim of the GPU engines
 
 
@@ -97,26 +99,31 @@ def library(array):
     """The library an array belongs to: "numpy", "cupy", or None for a foreign object."""
     if isinstance(array, np.ndarray):
         return "numpy"
-    cupy = sys.modules.get("cupy")  # who holds a CuPy array has imported CuPy
-    return "cupy" if cupy is not None and isinstance(array, cupy.ndarray) else None
+    kind = getattr(sys.modules.get("cupy"), "ndarray", ())  # who holds a CuPy array has imported CuPy
+    return "cupy" if isinstance(array, kind) else None
 
 
 def adopt(function, name, array):
     """A foreign array as one of NumPy's or CuPy's, without a copy; their own pass as they are."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{function}: {name} is a masked array; wanted a plain one, such as that of its filled()")
     if library(array) is not None:
         return array
     if hasattr(array, "__dlpack_device__"):
         kind = int(array.__dlpack_device__()[0])
-        if kind == 1:  # kDLCPU
-            return np.from_dlpack(array)
-        if kind == 2:  # kDLCUDA
-            import cupy
-
-            return cupy.from_dlpack(array)
+        if kind in (1, 2, 13):  # kDLCPU, kDLCUDA, kDLCUDAManaged
+            module = np if kind == 1 else importlib.import_module("cupy")
+            try:
+                return module.from_dlpack(array)
+            except (BufferError, RuntimeError, TypeError, ValueError) as error:
+                raise TypeError(f"{function}: {name} cannot be taken by __dlpack__: {error}") from error
     elif hasattr(array, "__cuda_array_interface__"):
         import cupy
 
-        return cupy.asarray(array)
+        pointer, runtime = array.__cuda_array_interface__["data"][0], cupy.cuda.runtime
+        device = runtime.pointerGetAttributes(pointer).device if pointer else runtime.getDevice()
+        with cupy.cuda.Device(device):  # elsewhere asarray copies, and what is written to `out` is lost
+            return cupy.asarray(array)
     raise TypeError(
         f"{function}: {name} is a {type(array).__name__}; wanted a CuPy or NumPy array, or one on the CPU or a CUDA "
         f"device with __dlpack__ or __cuda_array_interface__"
@@ -133,6 +140,13 @@ def _common_library(function, arrays):
             )
     if found == "numpy":
         return found, None
+    for name, other in arrays.items():
+        steps = (step for length, step in zip(other.shape, other.strides, strict=True) if length > 1)
+        if other.size and any(place % other.itemsize for place in (other.data.ptr, *steps)):
+            raise ValueError(
+                f"{function}: {name} has elements at addresses that are no multiple of {other.itemsize} bytes; "
+                f"wanted aligned ones"
+            )
     device = array.device.id
     for name, other in rest:
         if other.device.id != device:
@@ -286,7 +300,7 @@ def _window(function, window):
 
 
 def _engine(function, engine, found):
-    if engine is not None and engine not in ENGINES:
+    if engine is not None and not (isinstance(engine, str) and engine in ENGINES):
         wanted = ", ".join(map(repr, ENGINES))
         raise ValueError(f"{function}: engine is {engine!r}; wanted None or one of {wanted}")
     if engine is not None and (engine == "numpy") != (found == "numpy"):
@@ -350,6 +364,8 @@ def _describe(function, inputs, scale, causal, window, engine):
     dtype = _common_dtype(function, inputs)
     sizes = _sizes(function, *(inputs[name] for name in ("q", "k", "v")))
     batch = _batch(function, {name: inputs[name] for name in ("q", "k", "v")})
+    if max(batch, default=0) > LARGEST_AXIS:
+        raise ValueError(f"{function}: a leading axis has length {max(batch)}; wanted at most {LARGEST_AXIS}")
     causal, window = _causal(function, causal), _window(function, window)
     return Problem(
         function=function,
@@ -493,4 +509,6 @@ def merge(outs, lses):
     for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         _expect("merge", f"outs[{n}]", out, outs[0].shape, outs[0].dtype)
         _expect("merge", f"lses[{n}]", lse, outs[0].shape[:-1], ELEMENTS[dtype].lse)
+    if library(outs[0]) == "numpy":  # a subclass may have products of its own
+        outs, lses = ([np.asarray(x) for x in parts] for parts in (outs, lses))
     return outs, lses

@@ -9,17 +9,18 @@ Write ``s_j`` for the scores of one row, ``p_j = exp(s_j - lse)`` for its weight
 unit roundoff of the arithmetic, n for the keys the row sees, and ``gamma(x) = x / (1 - x)`` for the relative error of x
 worth of roundoff (Higham, *Accuracy and Stability of Numerical Algorithms*, section 3.1).
 
-**Scores.** A dot product of D terms errs by at most ``gamma((D + x) u) sum |q_d k_jd|`` in any order, x the roundings of
-a product before it is summed. A tensor core aligns 8 or 16 exact products and the accumulator to the largest of them
-and cuts what is aligned away (Fasi et al., *Numerical behavior of NVIDIA tensor cores*, 2021): less than 2^-24 of the
-largest for each, and 2^-23 of the sum, so D terms cost less than D roundings of u = 2^-23. Times scale: ``a_j``.
+**Scores.** A dot product of D terms errs by at most ``gamma((D + x) u) sum |q_d k_jd|`` in any order, x the roundings
+of a product before it is summed. A tensor core aligns 8 or 16 exact products and the accumulator to the largest of
+them and cuts what is aligned away (Fasi et al., *Numerical behavior of NVIDIA tensor cores*, 2021): less than 2^-24 of
+the largest for each, and 2^-23 of the sum, so D terms cost less than D roundings of u = 2^-23. Times scale: ``a_j``.
 
-**Weights.** A weight is ``2^(c x_j - r)``, x_j the dot product, ``c = scale log2 e``, r the row's reference. Any r serves,
-since out and lse share it; it lags the largest score so far by at most ``lag`` (8 in units of log2). When it rises, what
-was summed before is rescaled. Rounding c costs ``2 u (T - s_j)``, for what all scores share cancels. The arguments of
-the exponential and of the rescales after it add up to at most ``T - s_j + 2 lag``, and cost u of that. Each exponential
-errs by e. How often is key j rescaled? Less than once a tile; and where there is a lag at most ``1 + (T - s_j) / lag``
-times, since each rise exceeds it. With R_j rescales the weight is ``p_j (1 + t_j)``, up to a factor of all, where
+**Weights.** A weight is ``2^(c x_j - r)``, x_j the dot product, ``c = scale log2 e``, r the row's reference. Any r
+serves, since out and lse share it; it lags the largest score so far by at most ``lag`` (8 in units of log2). When it
+rises, what was summed before is rescaled. Rounding c costs ``2 u (T - s_j)``, for what all scores share cancels. The
+arguments of the exponential and of the rescales after it add up to at most ``T - s_j + 2 lag``, and cost u of that.
+Each exponential errs by e. How often is key j rescaled? Less than once a tile; and where there is a lag at most ``1 +
+(T - s_j) / lag`` times, since each rise exceeds it. With R_j rescales the weight is ``p_j (1 + t_j)``, up to a factor
+of all, where
 
     |t_j| <= expm1(a_j + u (3 (T - s_j) + 2 lag) + (1 + R_j) e)
 
@@ -29,19 +30,19 @@ and ``T_j`` is p_j times that, plus the least normal number, below which a weigh
 
 of which Cauchy and Schwarz make matrix products: ``sum T |v - out| <= sqrt(sum T * sum T (v - out)^2)``.
 
-**Sums.** Where weights meet v in 16 bits, each errs by ``u_p`` of itself, and in float16 by 2^-25 of the row's reference
-if it underflows. Summing n products errs by ``gamma(n u + R_j u)``, summing the weights themselves by the like with
-the depth of their sum instead of n. These meet ``p_j |v_j|`` and ``p_j |out|``: nothing cancels. Whatever the weights, out
-lies in the hull of the v_j, which bounds the error where T_j is no use. Division and its factor cost ``2 u``, the format
-of the output its roundoff; numbers below the smallest normal one may be flushed to 0.
+**Sums.** Where weights meet v in 16 bits, each errs by ``u_p`` of itself, and in float16 by 2^-25 of the row's
+reference if it underflows. Summing n products errs by ``gamma(n u + R_j u)``, summing the weights themselves by the
+like with the depth of their sum instead of n. These meet ``p_j |v_j|`` and ``p_j |out|``: nothing cancels. Whatever
+the weights, out lies in the hull of the v_j, which bounds the error where T_j is no use. Division and its factor cost
+``2 u``, the format of the output its roundoff; numbers below the smallest normal one may be flushed to 0.
 
-**lse** is ``(r + log2 sum) log 2``. It takes ``sum T_j``, the error of c, now in full: ``2 u |s_j|``, that of the sum of
-weights, of the logarithm, and four roundings of itself.
+**lse** is ``(r + log2 sum) log 2``. It takes ``sum T_j``, the error of c, now in full: ``2 u |s_j|``, that of the sum
+of weights, of the logarithm, and four roundings of itself.
 
 **Gradients.** P is made again from lse, so its relative error is ``expm1`` of the errors of s and lse and of the
-exponential and its argument. With B, C the errors of ``dout . v`` and of ``delta = dout . out`` (out being known to its
-own bound), ``ds = p (dout . v - delta + dlse)`` errs by ``p (B + C + 4 u |...|) + (error of p) |...|``, P and dS are rounded
-where they meet the next product in 16 bits, and errors pass through the last products linearly.
+exponential and its argument. With B, C the errors of ``dout . v`` and of ``delta = dout . out`` (out being known to
+its own bound), ``ds = p (dout . v - delta + dlse)`` errs by ``p (B + C + 4 u |...|) + (error of p) |...|``, P and dS
+are rounded where they meet the next product in 16 bits, and errors pass through the last products linearly.
 
 In float64 every u is twice that of the format, since the reference rounds too.
 
@@ -348,7 +349,8 @@ class _Rows:
             v = np.where(np.isfinite(self.v), self.v, 0)
             size, out = np.abs(v), np.where(np.isfinite(self.out), self.out, 0)
             hull = size.max(axis=0, initial=0) + np.abs(out)  # at least any |v_j - out|
-            unit = np.where(size.max(axis=0, initial=0) > 0, size.max(axis=0, initial=0), 1)  # squares must not overflow
+            largest = size.max(axis=0, initial=0)
+            unit = np.where(largest > 0, largest, 1)  # squares must not overflow
             v1, out1, error1 = v / unit, out / unit, self.mean_error[:, None]
             squares = product(self.weight_error, v1**2) + error1 * out1**2
             square = np.maximum(squares - 2 * out1 * product(self.weight_error, v1), 0) + 2.0**-50 * squares

@@ -31,13 +31,9 @@ using QueryTile = Tile<HEAD_DIM>;
 using KeyTile = Tile<HEAD_DIM>;
 using ValueTile = Tile<VALUE_DIM>;
 
-// Shared memory. A warp's rows of q lie where its rows of out are gathered at the end: no other warp touches them.
-constexpr int WARP_BYTES = ROWS * (HEAD_DIM > VALUE_DIM ? QueryTile::PITCH : ValueTile::PITCH);
 constexpr int KEY_BYTES = TILE_K * KeyTile::PITCH;
 constexpr int VALUE_BYTES = TILE_K * ValueTile::PITCH;
-constexpr int KEY_START = WARPS * WARP_BYTES;
-constexpr int VALUE_START = KEY_START + STAGES * KEY_BYTES;
-constexpr int FACTS_START = VALUE_START + STAGES * VALUE_BYTES;
+constexpr int WARP_BYTES = ROWS * (HEAD_DIM > VALUE_DIM ? QueryTile::PITCH : ValueTile::PITCH);
 
 // What a warp needs once a tile waits in shared memory, since registers are short.
 struct alignas(16) Facts {
@@ -47,7 +43,16 @@ struct alignas(16) Facts {
     int all_first, all_end;    // keys that all rows of the warp see
     int warp_row;              // first packed row of the warp
 };
-static_assert(FACTS_START + WARPS * sizeof(Facts) == SHARED_BYTES, "SHARED_BYTES: what the tiles and facts take");
+
+struct Shared {
+    char rows[WARPS][WARP_BYTES];  // a warp's rows of q and, at the end, of out: no other warp touches them
+    char keys[STAGES][KEY_BYTES];
+    char values[STAGES][VALUE_BYTES];
+    Facts facts[WARPS];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles and facts take");
+constexpr int KEY_START = OFFSET_OF(Shared, keys), VALUE_START = OFFSET_OF(Shared, values);
+constexpr int FACTS_START = OFFSET_OF(Shared, facts);
 
 struct Args {
     const char *q, *k, *v;
@@ -280,7 +285,7 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
 }
 
 __device__ __forceinline__ Facts gather(const Args& args, const Mask& mask, const Dense& place) {
-    const int block_row = place.tile * TILE_Q, last_row = min(block_row + TILE_Q, place.rows()) - 1;
+    const int block_row = place.tile * TILE_Q, last_row = clamp(block_row + TILE_Q, 0, place.rows()) - 1;
     const int warp_row = block_row + warp_index() * ROWS;
     const int top = place.query(warp_row), bottom = place.query(warp_row + ROWS - 1);
     Facts facts;

@@ -36,12 +36,16 @@ struct Args {
 };
 template struct ArgsLayout<Args>;
 
-// Shared memory: q, one tile of k and then of v, the weights. Rows are padded by an element to spread the banks.
-constexpr int QUERY_PITCH = HEAD_DIM + 1;
+constexpr int QUERY_PITCH = HEAD_DIM + 1;  // rows are padded by an element to spread the banks
 constexpr int KEY_PITCH = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) + 1;
-constexpr int KEY_START = TILE_Q * QUERY_PITCH;
-constexpr int WEIGHT_START = KEY_START + TILE_K * KEY_PITCH;
-static_assert((WEIGHT_START + TILE_Q * TILE_K) * sizeof(Real) == SHARED_BYTES, "SHARED_BYTES: what the tiles take");
+
+struct Shared {
+    Real queries[TILE_Q * QUERY_PITCH];
+    Real keys[TILE_K * KEY_PITCH];  // one tile of k, and then of v
+    Real weights[TILE_Q * TILE_K];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles take");
+constexpr int KEY_START = OFFSET_OF(Shared, keys) / sizeof(Real), WEIGHT_START = OFFSET_OF(Shared, weights) / sizeof(Real);
 
 constexpr Real HIDDEN = -1;  // in place of a weight: this key is left out
 

@@ -39,10 +39,6 @@ template <typename T>
 __device__ __forceinline__ T shuffle_xor(T value, int mask) {
     return __shfl_xor_sync(0xffffffffu, value, mask);
 }
-template <typename T>
-__device__ __forceinline__ T shuffle(T value, int lane) {
-    return __shfl_sync(0xffffffffu, value, lane);
-}
 __device__ __forceinline__ bool any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 __device__ __forceinline__ uint32 ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 __device__ __forceinline__ int find_first_set(uint32 bits) { return __ffs(bits) - 1; }
