@@ -243,8 +243,9 @@ NAIVE = {"forward": naive_forward, "backward": naive_backward, "decode": naive_d
 
 
 def _wide(x, xp):
-    """NumPy has no fast products of 16-bit arrays: there naive attention goes through float32."""
-    return x.astype(np.float32) if xp is np and x.dtype.itemsize == 2 else x
+    """NumPy has no fast products of 16-bit arrays, CuPy no softmax of bfloat16: there naive goes through float32."""
+    through = x.dtype.itemsize == 2 if xp is np else x.dtype == ELEMENTS["bfloat16"].dtype
+    return x.astype(np.float32) if through else x
 
 
 def _narrow(x, dtype):

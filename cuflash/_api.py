@@ -216,7 +216,7 @@ def explain(function, *arrays, **keywords):
 
     Parameters
     ----------
-    function : {"forward"}
+    function : {"forward", "backward", "decode"}
         Name of the function, or the function.
     *arrays, **keywords
         What it would be called with.

@@ -1,6 +1,6 @@
 """Launch: allocate, pack arguments, set the device, launch. Decides nothing.
 
-Engines are objects with ``plan(problem)`` and ``prepare(problem, plan) -> call``; a call takes the caller's arrays and
+An engine is a class here: made from a problem and its plan it is a prepared call, which takes the caller's arrays and
 returns results. For CuPy arrays prepared calls are kept in a bounded dict, so that the second call of its kind packs
 pointers and launches, and nothing more.
 """

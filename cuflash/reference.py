@@ -199,7 +199,8 @@ def softmax(s):
         shift = np.where(top == -np.inf, 0, top)
         weights = np.exp(s - shift[..., None])
         total = weights.sum(axis=-1)
-        return weights / np.where(total == 0, 1, total)[..., None], np.log(total) + shift
+        p = weights / np.where(total == 0, 1, total)[..., None]
+        return np.where(s == -np.inf, 0, p), np.log(total) + shift  # 0 in a row that is NaN, too
 
 
 def product(a, b):

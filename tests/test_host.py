@@ -260,6 +260,18 @@ class Rocm:
         return 10, 0
 
 
+class Locked:
+    def __dlpack_device__(self):
+        return 1, 0
+
+    def __dlpack__(self, **keywords):
+        raise BufferError("it is locked")
+
+
+def misaligned(*shape):
+    return np.zeros(4 * math.prod(shape) + 4, np.uint8)[2:-2].view(np.float32).reshape(shape)
+
+
 SHAPE = (2, 4, 8)
 QKV = [x(*SHAPE) for _ in range(3)]
 ANY = "a CuPy or NumPy array, or one on the CPU or a CUDA device with __dlpack__ or __cuda_array_interface__"
@@ -270,6 +282,23 @@ FORWARD = [
     ([[0.0], *QKV[1:]], {}, TypeError, f"q is a list; wanted {ANY}"),
     ([QKV[0], np.float32(1), QKV[2]], {}, TypeError, f"k is a float32; wanted {ANY}"),
     ([*QKV[:2], Rocm()], {}, TypeError, f"v is a Rocm; wanted {ANY}"),
+    ([QKV[0], Locked(), QKV[2]], {}, TypeError, "k cannot be taken by __dlpack__: it is locked"),
+    (
+        [QKV[0], np.ma.masked_array(QKV[1]), QKV[2]], {}, TypeError,
+        "k is a masked array; wanted a plain one, such as that of its filled()",
+    ),
+    (
+        [on_gpu(*SHAPE), DeviceArray(misaligned(*SHAPE)), on_gpu(*SHAPE)], {}, ValueError,
+        "k has elements at addresses that are no multiple of 4 bytes; wanted aligned ones",
+    ),
+    (
+        [on_gpu(*SHAPE)] * 3, words(out=DeviceArray(misaligned(*SHAPE))), ValueError,
+        "out has elements at addresses that are no multiple of 4 bytes; wanted aligned ones",
+    ),
+    (
+        [stretched(2**31, 1, 4, 8), x(4, 8), x(4, 8)], {}, ValueError,
+        "a leading axis has length 2147483648; wanted at most 2147483647",
+    ),
     (QKV, words(out="out"), TypeError, f"out is a str; wanted {ANY}"),
     ([on_gpu(*SHAPE), *QKV[1:]], {}, TypeError, "q is a cupy array, k a numpy one; they must be of one library"),
     (QKV, words(out=on_gpu(*SHAPE)), TypeError, "q is a numpy array, out a cupy one; they must be of one library"),
@@ -740,8 +769,10 @@ def test_every_plan_asks_for_a_listed_variant(limits, head_dim, value_dim, dtype
     assert step.shared_bytes == step.variant.shared_bytes and step.threads == 32 * step.variant.warps
 
 
-def test_more_blocks_than_a_grid_holds_are_several_launches():
-    q = np.broadcast_to(np.zeros((1, 8), np.float16), (2**20, 2**12, 1, 8))
+@pytest.mark.parametrize("shape", [(2**20, 2**12, 1, 8), (2**16, 2**16, 1, 1, 8), (2**8, 2**12, 2**12, 1, 1, 8)])
+def test_more_blocks_than_a_grid_holds_are_several_launches(shape):
+    """Also where the leading axes, merged into one, would be longer than an int."""
+    q = np.broadcast_to(np.zeros((1, 8), np.float16), shape)
     steps = planned(q, q, q).steps
     assert [step.args["first_block"] for step in steps] == [0, 2**31 - 1, 2**32 - 2]
     assert sum(step.grid for step in steps) == 2**32 and max(step.grid for step in steps) == 2**31 - 1

@@ -145,6 +145,14 @@ def test_visible_nan_shows():
     assert (np.isnan(out[0]) == ((rows >= 3)[:, None] & (np.arange(4) == 1))).all()
 
 
+def test_nan_reaches_no_gradient_of_hidden_keys():
+    dout, q, k, v = draw(*[(1, 6, 4)] * 4)
+    k[0, 2] = np.nan
+    dq, dk, dv = reference.backward(dout, q, k, v, window=(0, 0))
+    for grad in (dq, dk, dv):
+        assert (np.isnan(grad[0]).any(axis=1) == (np.arange(6) == 2)).all()
+
+
 def test_scores_of_minus_infinity():
     q, k, v = draw((1, 3, 4), (1, 5, 4), (1, 5, 4))
     q[..., 0], k[0, 3:, 0] = 1, -np.inf
