@@ -116,7 +116,7 @@ def count_tests(xml):
 
 
 def _run_file(file, folder, deadline):
-    """Run one file of tests in a process of its own: its output, its counts, its exit status."""
+    """Run one file of tests in a process of its own: its output and its counts."""
     xml = Path(folder) / f"{file.stem}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-ra", "--durations=3", f"--junitxml={xml}", str(file)]
     child = subprocess.Popen(

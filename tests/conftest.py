@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from cuflash import _compile
+
 # A first example may contain a compilation, so no deadline. Where CI is set, every run draws the same examples.
 settings.register_profile("cuflash", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("cuflash")
@@ -38,6 +40,15 @@ def gpu():
     except Exception:  # no CuPy, no driver or no device: CuPy has an error class for each
         pass
     pytest.skip(NO_GPU)
+
+
+@pytest.fixture(scope="session")
+def nvrtc():
+    """Version of the compiler, which needs no GPU."""
+    try:
+        return _compile.nvrtc_version()
+    except (ImportError, OSError, RuntimeError) as error:
+        pytest.skip(f"needs CuPy with NVRTC: pip install -e '.[cuda13]' ({error})")
 
 
 @pytest.fixture(scope="module", params=["numpy", "portable"])

@@ -1289,15 +1289,6 @@ def variant(dtype, dim=64):
     return _plan.forward_variant(dtype, "causal", dim, dim, HOPPER)
 
 
-@pytest.fixture
-def nvrtc():
-    """The compiler, which needs no GPU."""
-    try:
-        _compile.nvrtc_version()
-    except (ImportError, OSError, RuntimeError) as error:
-        pytest.skip(f"NVRTC cannot be loaded: {error}")
-
-
 def test_nvrtc_fp16_header(nvrtc):
     """float16 kernels compile by the compiler alone, without a header of any toolkit."""
     _compile.check(variant("float16"), 80)

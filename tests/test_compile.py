@@ -34,15 +34,6 @@ def jobs():
 
 
 @pytest.fixture(scope="session")
-def nvrtc():
-    """Version of the compiler, which needs no GPU."""
-    try:
-        return _compile.nvrtc_version()
-    except (ImportError, OSError, RuntimeError) as error:
-        pytest.skip(f"needs CuPy with NVRTC: pip install -e '.[cuda13]' ({error})")
-
-
-@pytest.fixture(scope="session")
 def log_of(nvrtc, request, tmp_path_factory):
     """The compiler's log of a job. Those of all tests that are going to run are compiled at once, on all cores."""
     cache = getattr(request.config, "cache", None)
