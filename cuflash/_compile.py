@@ -7,6 +7,7 @@ import threading
 
 # CuPy appends -ftz=true and the device's -arch to these; its disk cache is keyed by options, text and NVRTC's version.
 _OPTIONS = ("-std=c++17",)
+_HOPPER = ("-arch=sm_90a",)  # beside the -arch=sm_90 that CuPy appends: NVRTC then takes sm_90a
 
 _kernels = {}
 _lock = threading.Lock()
@@ -37,7 +38,7 @@ def load(variant, device):
         with _lock, cupy.cuda.Device(device):
             if key in _kernels:
                 return _kernels[key]
-            module = cupy.RawModule(code=variant.text(), options=_OPTIONS)
+            module = cupy.RawModule(code=variant.text(), options=_OPTIONS + _HOPPER * variant.hopper)
             try:
                 kernel = module.get_function(variant.entry)
             except CompileException as error:
@@ -57,7 +58,8 @@ def check(variant, arch):
     """
     from cupy.cuda import nvrtc
 
-    options = (*_OPTIONS, "-ftz=true", f"-arch=sm_{arch}", "--ptxas-options=-v")
+    target = _HOPPER if variant.hopper else (f"-arch=sm_{arch}",)
+    options = (*_OPTIONS, "-ftz=true", *target, "--ptxas-options=-v")
     if nvrtc.getVersion() >= (13, 0):  # its own cache answers without the log
         options += ("--no-cache",)
     program = nvrtc.createProgram(variant.text(), f"{variant.name}.cu", (), ())

@@ -15,11 +15,14 @@ import numpy as np
 
 from . import _compile, _numpy, _plan, _problem
 from ._dtypes import ELEMENTS
+from ._tensor_map import tensor_map
 
 MOST_CALLS = 1024  # prepared calls that are kept
 
-_POINTERS = struct.Struct("5Q")  # q, k, v, out, lse
+MOST_MAPS = 64  # tensor maps that a prepared call keeps of each operand
+
 _calls = {}
+_tickets = {}  # by device and stream
 _captured = []  # what graphs read and write: their replays do not end where a call does
 _lock = threading.Lock()
 
@@ -98,7 +101,7 @@ def limits(device):
             f"cuflash: device {device} has compute capability {capability[0]}.{capability[1]}; "
             f"wanted 8.0 (Ampere) or newer"
         )
-    return _plan.Limits(capability, shared_bytes, processors)
+    return _plan.Limits(capability, shared_bytes, processors, _compile.nvrtc_version())
 
 
 def _key(array):
@@ -150,7 +153,7 @@ class _CuPy:
     def __init__(self):
         import cupy
 
-        self.empty, self.multiply = cupy.empty, cupy.multiply
+        self.empty, self.zeros, self.multiply = cupy.empty, cupy.zeros, cupy.multiply
         self.current_device, self.with_device = cupy.cuda.runtime.getDevice, cupy.cuda.Device
         self.current_stream = cupy.cuda.get_current_stream
 
@@ -162,6 +165,24 @@ class _CuPy:
         """Whether launches go into a graph, to run again later."""
         return self.current_stream().is_capturing()
 
+    def ticket(self, device):
+        """Address of an int32 that is 0 whenever a launch in the current stream begins, as each leaves it.
+
+        A graph has its own: where it is replayed is not known here. So has a thread, since a stream of all threads'
+        own has one handle.
+        """
+        stream = self.current_stream()
+        if stream.is_capturing():
+            _captured.append(self.zeros(1, np.int32))
+            return _captured[-1].data.ptr
+        key = device, stream.ptr, threading.get_ident()
+        ticket = _tickets.get(key)
+        if ticket is None:
+            ticket = _tickets[key] = self.zeros(1, np.int32)
+        return ticket.data.ptr
+
+    tensor_map = staticmethod(tensor_map)
+
 
 class _GpuForward:
     """A prepared call of ``forward`` on a GPU: kernels loaded, arguments packed but for the pointers."""
@@ -171,17 +192,32 @@ class _GpuForward:
         self.problem, self.device, self.return_lse = problem, problem.device, problem.return_lse
         self.current_device, self.with_device = self.backend.current_device, self.backend.with_device
         self.empty = self.backend.empty
+        self.itemsize = ELEMENTS[problem.dtype].itemsize
         self.copies = {copy.name: copy for copy in plan.copies}
-        self.out, self.lse = map(_Allocation, plan.buffers)
+        self.out, self.lse = map(_Allocation, plan.buffers[:2])
+        self.ticket = any(buffer.zeroed for buffer in plan.buffers)
+        self.pointers = struct.Struct("6Q" if self.ticket else "5Q")  # q, k, v, out, lse, ticket
         self.steps = [self._pack(step) for step in plan.steps]
 
     def _pack(self, step):
-        """What a launch needs, the arguments as bytes but for the pointers, which come first."""
+        """What a launch needs, the arguments as bytes but for the pointers and tensor maps, which come first."""
         args = np.zeros(1, step.variant.args)
         for name, value in step.args.items():
             args[name] = value
+        packed, first = args.tobytes(), self.pointers.size
+        maps = [(args.dtype.fields[field][1], "qkv".index(tensor.operand), tensor) for field, tensor in step.tensor_maps.items()]
+        start, end = (maps[0][0], maps[-1][0] + 128) if maps else (first, first)
         kernel = self.backend.load(step.variant, self.device)
-        return kernel, (step.grid,), (step.threads,), args.tobytes()[_POINTERS.size :], step.shared_bytes
+        maps = [(operand, tensor, {}) for _, operand, tensor in maps]
+        return kernel, (step.grid,), (step.threads,), step.shared_bytes, packed[first:start], maps, packed[end:]
+
+    def _map(self, tensor, kept, pointer):
+        """The bytes of a tensor map, by the address of its operand."""
+        if pointer not in kept:
+            if len(kept) >= MOST_MAPS:
+                kept.clear()
+            kept[pointer] = self.backend.tensor_map(pointer, self.itemsize, tensor.dims, tensor.strides, tensor.box)
+        return kept[pointer]
 
     def __call__(self, q, k, v, out):
         if self.current_device() == self.device:
@@ -196,9 +232,13 @@ class _GpuForward:
         result = self.out(self.empty) if out is None else out
         lse = self.lse(self.empty) if self.return_lse else None
         written = self._rows(copies["out"]) if "out" in copies else result
-        pointers = _POINTERS.pack(*(0 if x is None else x.data.ptr for x in (q, k, v, written, lse)))
-        for kernel, grid, threads, args, shared_bytes in self.steps:
-            kernel(grid, threads, (np.void(pointers + args),), shared_mem=shared_bytes)
+        pointers = [0 if x is None else x.data.ptr for x in (q, k, v, written, lse)]
+        if self.ticket:
+            pointers.append(self.backend.ticket(self.device))
+        packed = self.pointers.pack(*pointers)
+        for kernel, grid, threads, shared_bytes, gap, maps, rest in self.steps:
+            maps = [self._map(tensor, kept, pointers[operand]) for operand, tensor, kept in maps]
+            kernel(grid, threads, (np.void(b"".join((packed, gap, *maps, rest))),), shared_mem=shared_bytes)
         if written is not result:
             target = result if out is None else _problem.canonical(out, self.problem.batch)
             target[...] = written[..., : target.shape[-1]]

@@ -14,6 +14,7 @@ from ._variant import Variant
 
 LOG2_E = 1.4426950408889634
 LARGEST_GRID = 2**31 - 1
+MOST_TILES = 2**30  # that a ticket counts
 CACHED_BYTES = 2**25  # of keys and values that blocks running together may share: the L2 cache has 40 MB and more
 
 
@@ -24,6 +25,7 @@ class Limits:
     capability: tuple  # (9, 0)
     shared_bytes: int  # of one block, opted in
     processors: int
+    nvrtc: tuple = (13, 0)  # version of the compiler
 
     def __str__(self):
         capability = "".join(map(str, self.capability))
@@ -60,6 +62,17 @@ class Buffer:
     shape: tuple
     dtype: str
     order: tuple
+    zeroed: bool = False  # holds zeros when a launch begins, and again when it ends
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A field of a step's arguments: how tensor copies see an operand. Axes innermost first, strides in bytes."""
+
+    operand: str
+    dims: tuple
+    strides: tuple  # of all axes but the first
+    box: tuple
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,7 @@ class Step:
     threads: int
     shared_bytes: int
     args: dict = field(hash=False)  # fields of the kernel's struct but the pointers
-    tensor_maps: tuple = ()
+    tensor_maps: dict = field(default_factory=dict, hash=False)  # by field of the struct
 
 
 @dataclass(frozen=True)
@@ -137,13 +150,45 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits):
 def variants(limits):
     """Every variant a plan for such a device can ask for."""
     pairs = [(d, d) for d in EQUAL_DIMS] + [(d, v) for d in MIXED_DIMS for v in MIXED_DIMS if d != v]
+    masks = ("full", "causal", "window")
     found = {
-        forward_variant(dtype, mask, *pair, limits): None
-        for dtype in ELEMENTS
-        for mask in ("full", "causal", "window")
-        for pair in pairs
+        forward_variant(dtype, mask, *pair, limits): None for dtype in ELEMENTS for mask in masks for pair in pairs
     }
+    if _not_hopper(limits) is None:
+        found |= {
+            hopper_variant(dtype, mask, *dims, short): None
+            for dtype in ("float16", "bfloat16")
+            for mask in masks
+            for dims in HOPPER_TILES
+            for short in (False, True)
+        }
     return tuple(found)
+
+
+# Tiles of the sm90 engine, by padded head_dim and value_dim: tile_q (64 rows a consumer), tile_k, whether q stays in
+# registers, steps of exponentials that run beside a product.
+HOPPER_TILES = {
+    (64, 64): (192, 128, 0, 0),
+    (96, 96): (128, 128, 1, 2),
+    (128, 128): (128, 128, 1, 2),
+    (192, 128): (128, 128, 0, 0),
+    (192, 192): (128, 112, 0, 0),
+    (256, 256): (128, 80, 0, 0),
+}
+HOPPER_SHORT = (256, 64, 0, 0)  # for head dims to 64 and at most so many keys
+HOPPER_SHORT_KEYS = 4096
+
+
+def hopper_variant(dtype, mask, head_dim, value_dim, short):
+    """The sm90 engine's forward kernel for head dims as given; ``short`` where there are few keys."""
+    dims = next(dims for dims in HOPPER_TILES if head_dim <= dims[0] and value_dim <= dims[1])
+    tile_q, tile_k, query_registers, early = HOPPER_SHORT if short and dims == (64, 64) else HOPPER_TILES[dims]
+    consumers, (query_panels, value_panels) = tile_q // 64, (-(-dim // 64) for dim in dims)
+    shared = 128 * (tile_q * query_panels + 2 * tile_k * (query_panels + value_panels))  # rows of 128 bytes
+    shared += consumers * (2 * 32 + 16) + 64  # work and barriers
+    return Variant(
+        "forward_sm90", dtype, mask, *dims, tile_q, tile_k, 4 * (1 + consumers), 1, 2, shared, query_registers, early
+    )
 
 
 # Layout ---------------------------------------------------------------------------------------------------------
@@ -179,6 +224,13 @@ def _addressable(operand, itemsize, chunk):
     return rows and (dim <= 1 or last == itemsize) and (operand.aligned or chunk <= itemsize)
 
 
+def _is_tensor(operand):
+    """Whether a tensor map can hold an operand: strides that are not negative, and rows of their own."""
+    *axes, row, _ = zip(operand.shape, operand.strides, strict=True)
+    largest = 2**40
+    return all(n <= 1 or 0 <= s < largest for n, s in axes) and (row[0] <= 1 or 0 < row[1] < largest)
+
+
 def _merged(batch, operands):
     """Leading axes merged where every operand allows it: lengths, and strides by operand, outermost first."""
     lengths, strides = [], []
@@ -202,28 +254,85 @@ def plan(problem, limits):
     """Choose engine, variant, copies and launches for a problem. ``limits`` is None where there is no GPU."""
     if problem.library == "numpy":
         return Plan("numpy", "the arrays are NumPy's")
-    return _portable_forward(problem, limits)
+    obstacle = _not_hopper(limits) or _not_for_hopper(problem)
+    if problem.engine == "sm90" and obstacle:
+        raise ValueError(f"forward: engine is 'sm90', but {obstacle}; wanted 'portable' or None")
+    if problem.engine == "portable":
+        return _portable_forward(problem, limits, "asked for")
+    if obstacle:
+        return _portable_forward(problem, limits, f"the engine of every GPU since sm_80, here {limits}; {obstacle}")
+    return _hopper_forward(problem, limits, "asked for" if problem.engine else f"Hopper's own, here {limits}")
 
 
-def _portable_forward(problem, limits):
-    element = ELEMENTS[problem.dtype]
+def _not_hopper(limits):
+    """Why the sm90 engine does not run on a device, or None."""
+    if limits.capability != (9, 0):
+        return "wgmma is sm_90's alone"
+    if limits.nvrtc < (12, 9):
+        return f"NVRTC {limits.nvrtc[0]}.{limits.nvrtc[1]} is older than 12.9"
+    return None
+
+
+def _not_for_hopper(problem):
+    """Why the sm90 engine does not take a problem, or None."""
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"wgmma has no {problem.dtype}"
+    if problem.keys == 0:
+        return "a tensor map has no empty axis"
+    if problem.queries * problem.heads * math.prod(problem.batch) > MOST_TILES:
+        return "a ticket counts no more than 2^30 tiles"
+    return None
+
+
+def _portable_forward(problem, limits, reason):
     variant = forward_variant(problem.dtype, problem.mask.name, *_padded(problem.head_dim, problem.value_dim), limits)
+    pack = _pack(problem, lambda pack: variant.tile_q)
+    args, _, copies, buffers = _forward(problem, pack, variant.tile_q, 16 if variant.kernel == "forward" else 1)
+    blocks = args["schedule"][0] * args["schedule"][2]
+    steps = tuple(
+        Step(
+            variant,
+            grid=min(blocks - first, LARGEST_GRID),
+            threads=32 * variant.warps,
+            shared_bytes=variant.shared_bytes,
+            args={**args, "first_block": first},
+        )
+        for first in range(0, blocks, LARGEST_GRID)
+    )
+    return Plan("portable", reason, copies if steps else (), buffers, steps)
+
+
+def _hopper_forward(problem, limits, reason):
+    short = problem.keys <= HOPPER_SHORT_KEYS
+    variant = hopper_variant(problem.dtype, problem.mask.name, problem.head_dim, problem.value_dim, short)
+    consumers = variant.tile_q // 64
+    pack = _pack(problem, lambda pack: consumers * _whole_rows(pack), most=64)
+    args, maps, copies, buffers = _forward(problem, pack, consumers * _whole_rows(pack), 16, key_box=variant.tile_k)
+    blocks = args["schedule"][0] * args["schedule"][2]
+    if blocks == 0:
+        return Plan("sm90", reason, (), buffers)
+    args |= {"blocks": blocks, "rows": _whole_rows(pack)}
+    step = Step(variant, min(blocks, limits.processors), 32 * variant.warps, variant.shared_bytes, args, maps)
+    return Plan("sm90", reason, copies, (*buffers, Buffer("ticket", (1,), "int32", (), zeroed=True)), (step,))
+
+
+def _forward(problem, pack, tile_q, chunk, key_box=None):
+    """Arguments of a forward kernel, tensor maps if ``key_box`` keys go into a box, copies, buffers."""
+    element = ELEMENTS[problem.dtype]
     scale, factor = _positive(problem.scale, element)
     out_shape = (*problem.batch, problem.heads, problem.queries, problem.value_dim)
     order = problem.q.order
     out = problem.out or Operand(out_shape, contiguous(out_shape, order, element.itemsize), True)
-    operands, copies, lengths, strides = _layout(problem, out, factor, 16 if variant.kernel == "forward" else 1)
-
-    pack = _pack(problem, variant.tile_q)
-    tiles = -(-problem.queries * pack // variant.tile_q)
+    operands, copies, lengths, strides = _layout(problem, out, factor, chunk, tensors=key_box is not None)
+    tiles = -(-problem.queries * pack // tile_q)
     head_blocks = problem.heads // pack
     heads = head_blocks * math.prod(problem.batch)
     rows_in_chunks = problem.value_dim * element.itemsize % 16 == 0
+    where = {
+        name: (*(axis[n] for axis in strides), *operand.strides[-3:-1]) for n, (name, operand) in enumerate(operands.items())
+    }
     args = {
-        **{
-            f"{name}_strides": (*(axis[n] for axis in strides), *operand.strides[-3:-1])
-            for n, (name, operand) in enumerate(operands.items())
-        },
+        **{f"{name}_strides": places for name, places in where.items()},
         "schedule": (tiles, _section(problem, pack, heads, tiles), heads),
         "queries": problem.queries,
         "keys": problem.keys,
@@ -239,23 +348,29 @@ def _portable_forward(problem, limits):
         "out_vectors": int(rows_in_chunks and _addressable(operands["out"], element.itemsize, 16)),
         "scale_log2": scale * LOG2_E,
     }
-    blocks = tiles * heads
-    steps = tuple(
-        Step(
-            variant,
-            grid=min(blocks - first, LARGEST_GRID),
-            threads=32 * variant.warps,
-            shared_bytes=variant.shared_bytes,
-            args={**args, "first_block": first},
-        )
-        for first in range(0, blocks, LARGEST_GRID)
-    )
     buffers = (
         Buffer("out", out_shape, problem.dtype, order),
         Buffer("lse", out_shape[:-1], element.lse.name, tuple(range(len(out_shape) - 2))),
     )
-    reason = "asked for" if problem.engine else f"the engine of every GPU since sm_80, here {limits}"
-    return Plan("portable", reason, copies if steps else (), buffers, steps)
+    maps = key_box and {
+        f"{name}_map": _tensor_map(name, operands[name], lengths, where[name], box)
+        for name, box in (("q", (pack, 64 // pack)), ("k", (1, key_box)), ("v", (1, key_box)))
+    }
+    return args, maps, copies, buffers
+
+
+def _tensor_map(name, operand, lengths, strides, box):
+    """How copies see an operand: columns, heads, rows, and the two merged axes."""
+    *_, heads, rows, dim = operand.shape
+    batch0, batch1, head, row = strides
+    dims = (dim, heads, rows, *lengths)
+    live = zip(dims[1:], (head, row, batch0, batch1), strict=True)
+    return TensorMap(name, dims, tuple(stride if length > 1 else 16 for length, stride in live), (64, *box, 1, 1))
+
+
+def _whole_rows(pack):
+    """Packed rows, of a consumer's 64, that whole queries fill."""
+    return 64 // pack * pack
 
 
 def _positive(scale, element):
@@ -266,8 +381,11 @@ def _positive(scale, element):
     return min(abs(scale), float(limits.max) / 2), math.copysign(1.0, scale)
 
 
-def _layout(problem, out, factor, chunk):
-    """Operands as the kernel sees them, the copies this takes, lengths and strides of the two merged leading axes."""
+def _layout(problem, out, factor, chunk, tensors):
+    """Operands as the kernel sees them, the copies this takes, lengths and strides of the two merged leading axes.
+
+    Inputs seen as ``tensors`` have rows in rising order, no two of them the same.
+    """
     itemsize = ELEMENTS[problem.dtype].itemsize
     given = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
     factors = {"q": factor}
@@ -278,11 +396,14 @@ def _layout(problem, out, factor, chunk):
         copies[name] = Copy(name, shape, pitch, factors.get(name, 1.0))
 
     for name, operand in given.items():
-        if factors.get(name, 1.0) == 1.0 and _addressable(operand, itemsize, itemsize if name == "out" else chunk):
+        seen = name == "out" or not tensors or _is_tensor(operand)
+        here = seen and _addressable(operand, itemsize, itemsize if name == "out" else chunk)
+        if factors.get(name, 1.0) == 1.0 and here:
             operands[name] = operand
         else:
-            axes = zip(operand.shape[:-1], operand.strides[:-1], strict=True)
-            still = (1 if name != "out" and stride == 0 else length for length, stride in axes)
+            axes = list(zip(operand.shape[:-1], operand.strides[:-1], strict=True))
+            keep = len(axes) - 1 if tensors else len(axes)  # axes that may stay of stride 0
+            still = (1 if name != "out" and s == 0 and n < keep else length for n, (length, s) in enumerate(axes))
             copy(name, operand.shape if 0 in operand.shape else (*still, operand.shape[-1]))
     lengths, strides = _merged(problem.batch, tuple(operands.values()))
     if len(lengths) > 2:  # more leading axes than the kernel sees: lay all operands out alike
@@ -305,12 +426,14 @@ def _section(problem, pack, heads, tiles):
     return max(min(together, heads, LARGEST_GRID // max(tiles, 1)), 1)
 
 
-def _pack(problem, tile_q):
-    """Query heads that share a block: the whole group where short rows would leave tiles emptier than that."""
-    together = problem.queries * problem.group
-    if problem.group <= 1 or not 0 < together <= LONGEST:
+def _pack(problem, tile_q, most=None):
+    """Query heads that share a block: the whole group, or as much of it as ``most`` allows, where short rows would
+    leave tiles emptier than that. ``tile_q(pack)`` rows make a tile."""
+    pack = max(n for n in range(1, min(problem.group, most or problem.group) + 1) if problem.group % n == 0)
+    together = problem.queries * pack
+    if pack == 1 or not 0 < together <= LONGEST:
         return 1
-    return problem.group if _filled(problem.queries, tile_q) < 0.9 * _filled(together, tile_q) else 1
+    return pack if _filled(problem.queries, tile_q(1)) < 0.9 * _filled(together, tile_q(pack)) else 1
 
 
 def _filled(rows, tile):

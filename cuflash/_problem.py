@@ -15,7 +15,7 @@ import numpy as np
 from . import _masks
 from ._dtypes import ELEMENTS
 
-ENGINES = ("numpy", "portable")
+ENGINES = ("numpy", "portable", "sm90")
 LONGEST = 10**9  # rows or keys of one head: a row index plus a mask's shift fits 32 bits
 LARGEST_AXIS = 2**31 - 1  # of those in front of heads
 WIDEST = 256  # head_dim and value_dim of the GPU engines

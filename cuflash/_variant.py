@@ -13,19 +13,40 @@ import numpy as np
 
 from ._dtypes import ELEMENTS
 from ._masks import MASKS
+from ._wgmma import wgmma
 
 _STRIDES = np.dtype([(name, np.int64) for name in ("batch0", "batch1", "head", "row")])
-
 _SCHEDULE = np.dtype([("tiles", np.int32), ("section", np.int32), ("heads", np.int64)])
+_TENSOR_MAP = np.dtype("V128")
 
 
-def _args(scale_log2):
-    pointers = [(name, np.uint64) for name in ("q", "k", "v", "out", "lse")]
-    strides = [(f"{name}_strides", _STRIDES) for name in ("q", "k", "v", "out")]
-    blocks = [("schedule", _SCHEDULE), ("first_block", np.int64)]
-    sizes = "queries keys heads group pack head_dim value_dim head_blocks batches1 first_shift end_shift out_vectors"
-    sizes = [(name, np.int32) for name in sizes.split()]
-    return np.dtype([*pointers, *strides, *blocks, *sizes, ("scale_log2", scale_log2)], align=True)
+def _struct(fields):
+    """A structured dtype laid out as a C compiler would, tensor maps at multiples of 128 bytes."""
+    offset, most, offsets = 0, 1, []
+    for _, kind in fields:
+        kind = np.dtype(kind)
+        alignment = 128 if kind == _TENSOR_MAP else kind.alignment
+        offset = -(-offset // alignment) * alignment
+        offsets.append(offset)
+        offset, most = offset + kind.itemsize, max(most, alignment)
+    names, kinds = zip(*fields, strict=True)
+    size = -(-offset // most) * most
+    return np.dtype({"names": names, "formats": kinds, "offsets": offsets, "itemsize": size})
+
+
+def _args(scale_log2, pointers="q k v out lse", maps="", wide="", sizes=""):
+    sizes = f"queries keys heads group pack head_dim value_dim head_blocks batches1 first_shift end_shift out_vectors {sizes}"
+    return _struct(
+        [
+            *((name, np.uint64) for name in pointers.split()),
+            *((name, _TENSOR_MAP) for name in maps.split()),
+            *((f"{name}_strides", _STRIDES) for name in ("q", "k", "v", "out")),
+            ("schedule", _SCHEDULE),
+            *((name, np.int64) for name in wide.split()),
+            *((name, np.int32) for name in sizes.split()),
+            ("scale_log2", scale_log2),
+        ]
+    )
 
 
 # NVRTC has no offsetof before 13.1, but its front end's own operator.
@@ -38,7 +59,14 @@ _OFFSET_OF = """\
 """
 
 # Kernel file and the twin of its struct Args, by kernel.
-KERNELS = {"forward": ("forward.cu", _args(np.float32)), "forward_fma": ("forward_fma.cu", _args(np.float64))}
+KERNELS = {
+    "forward": ("forward.cu", _args(np.float32, wide="first_block")),
+    "forward_fma": ("forward_fma.cu", _args(np.float64, wide="first_block")),
+    "forward_sm90": (
+        "forward_sm90.cu",
+        _args(np.float32, "q k v out lse ticket", "q_map k_map v_map", sizes="blocks rows"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -56,13 +84,16 @@ class Variant:
     blocks_per_sm: int  # that the registers must leave room for
     stages: int  # 2: the next tile is copied beside this one; 1: its keys beside these values, and so on in turn
     shared_bytes: int
+    query_registers: int = 0  # whether q stays in registers, so that its shared memory is free for the next rows
+    early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
 
     @property
     def name(self):
         """The facts spelled out: a label for benchmarks, tests and errors."""
         dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}v{self.value_dim}"
         tiles = f"q{self.tile_q}_k{self.tile_k}_w{self.warps}_b{self.blocks_per_sm}"
-        return f"{self.kernel}_{ELEMENTS[self.element].short}_{self.mask}_{dims}_{tiles}_s{self.stages}"
+        rest = f"_s{self.stages}" + "_r" * self.query_registers + f"_e{self.early}" * (self.early > 0)
+        return f"{self.kernel}_{ELEMENTS[self.element].short}_{self.mask}_{dims}_{tiles}{rest}"
 
     @property
     def entry(self):
@@ -93,13 +124,21 @@ class Variant:
             for name, (_, offset) in ((name, self.args.fields[name][:2]) for name in self.args.names)
         )
         return (
-            f"// {self.name}\nnamespace cuflash {{\n{declared}using Element = {element.struct};\n"
+            f"{self._products()}// {self.name}\nnamespace cuflash {{\n{declared}using Element = {element.struct};\n"
             f"struct {mask.__name__};\nusing Mask = {mask.__name__};\n{numbers}"
             f"constexpr bool LAST_FIRST = {'false' if self.mask == 'full' else 'true'};  // long rows of tiles first\n"
             f"{_OFFSET_OF}template <typename A>\nstruct ArgsLayout {{\n"
             f'    static_assert(sizeof(A) == {self.args.itemsize}, "Args: not the size Python packs");\n{offsets}}};\n'
             f"}}\n"
         )
+
+    @property
+    def hopper(self):
+        """Whether it takes instructions that sm_90a alone has."""
+        return self.kernel.endswith("_sm90")
+
+    def _products(self):
+        return wgmma(self.element, (self.tile_k, self.value_dim)) if self.hopper else ""
 
     def text(self, overlay=None):
         """The whole text to compile. Files in the folder ``overlay`` take the place of those of the same name."""

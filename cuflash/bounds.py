@@ -137,6 +137,7 @@ def _paths():
             gpu |= {"exponential": 2.0**-22, "logarithm": 2.0**-22}
         if out["u_out"]:  # weights meet v in 16 bits, on tensor cores
             gpu |= {"u_sum": 2.0**-23, "u_weight": out["u_out"], "least_weight": min(out["least_out"], 2.0**-25)}
+            paths[f"sm90 {dtype}"] = Path(**gpu)
         paths[f"portable {dtype}"] = Path(**gpu)
     return paths
 

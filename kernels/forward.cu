@@ -11,6 +11,7 @@
 //
 // What limits speed: the tensor cores at head_dim 64 and 128 (with the exponentials close behind at 64), shared
 // memory reads at 256, where a warp can own only 16 rows and so reads all of K and V for each 16.
+#include "careful.cuh"
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
@@ -163,58 +164,6 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
         }
         multiply_add<Element, BLOCKS, VALUE_DIM / 8, VALUE_DIM>(out, weights, values, lane, 16 * step);
     }
-}
-
-// One row again, by a warp, reading visible keys only and rounding each score by itself: for rows where a hidden value
-// that is not finite may have met a weight of 0 on the tensor cores, or whose scores are huge.
-__device__ __noinline__ void careful_row(const Args& args, const char* q, const char* k, const char* v, char* out,
-                                         char* lse, int first, int end) {
-    constexpr int MOST = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;
-    const int lane = lane_index();
-    float query[MOST], sums[MOST] = {};
-#pragma unroll
-    for (int n = 0; n < MOST; ++n) {
-        int d = n * WARP + lane;
-        query[n] = d < args.head_dim ? to_float(load_global<Element>(q + 2 * d)) : 0.0f;
-    }
-    auto score = [&](int j) {
-        float s = 0.0f;
-#pragma unroll
-        for (int n = 0; n < MOST; ++n) {
-            int d = n * WARP + lane;
-            if (d < args.head_dim) {
-                s = fused_multiply_add(query[n], to_float(load_global<Element>(k + j * args.k_strides.row + 2 * d)), s);
-            }
-        }
-#pragma unroll
-        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) s += shuffle_xor(s, lanes);
-        return multiply(s, args.scale_log2);
-    };
-    SoftmaxRow<float> row;
-    for (int j = first; j < end; ++j) row.reference = maximum(row.reference, score(j));
-    for (int j = first; j < end; ++j) {
-        float s = score(j);
-        if (s == -INFINITE) continue;
-        float weight = ex2_approx(s - row.shift());
-        row.sum += weight;
-#pragma unroll
-        for (int n = 0; n < MOST; ++n) {
-            int d = n * WARP + lane;
-            if (d < args.value_dim) {
-                float value = to_float(load_global<Element>(v + j * args.v_strides.row + 2 * d));
-                sums[n] = fused_multiply_add(weight, value, sums[n]);
-            }
-        }
-    }
-#pragma unroll
-    for (int n = 0; n < MOST; ++n) {
-        int d = n * WARP + lane;
-        if (d < args.value_dim) {
-            unsigned short bits = static_cast<unsigned short>(cvt_pair(Element{}, sums[n] * row.inverse_sum(), 0.0f));
-            store_global(out + 2 * d, Element{bits});
-        }
-    }
-    if (row.too_coarse() && args.lse != nullptr && lane == 0) store_global(lse, row.lse());  // else it is right already
 }
 
 // Writes the warp's rows of out and lse. out goes through shared memory, so that rows leave in whole chunks; lse is

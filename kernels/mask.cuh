@@ -8,6 +8,7 @@ namespace cuflash {
 
 struct Full {
     static constexpr bool SEES_ALL = true;  // every row sees every key
+    static constexpr bool FROM_FIRST = true;  // every row sees from the first key on
     int keys;
     __device__ Full(int keys, int, int) : keys(keys) {}
     __device__ int first_key(int) const { return 0; }
@@ -16,6 +17,7 @@ struct Full {
 
 struct Causal {
     static constexpr bool SEES_ALL = false;
+    static constexpr bool FROM_FIRST = true;
     int keys, end_shift;
     __device__ Causal(int keys, int, int end_shift) : keys(keys), end_shift(end_shift) {}
     __device__ int first_key(int) const { return 0; }
@@ -24,6 +26,7 @@ struct Causal {
 
 struct Window {
     static constexpr bool SEES_ALL = false;
+    static constexpr bool FROM_FIRST = false;
     int keys, first_shift, end_shift;
     __device__ Window(int keys, int first_shift, int end_shift)
         : keys(keys), first_shift(first_shift), end_shift(end_shift) {}

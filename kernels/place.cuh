@@ -20,8 +20,10 @@ struct Schedule {
     int tiles, section;
     int64 heads;  // head blocks of all batches
 
-    __device__ __forceinline__ void locate(int64 block, int& tile, int64& head) const {
-        int64 first = block / (static_cast<int64>(section) * tiles) * section;
+    // Integer: int where blocks and heads are few enough, since division takes registers and time.
+    template <typename Integer>
+    __device__ __forceinline__ void locate(Integer block, int& tile, Integer& head) const {
+        Integer first = block / (static_cast<Integer>(section) * tiles) * section;
         int here = heads - first < section ? static_cast<int>(heads - first) : section;
         int position = static_cast<int>(block - first * tiles);
         tile = position / here;
@@ -41,10 +43,11 @@ struct Dense {
     int head, pack;  // first query head of the block
     int queries;
 
-    __device__ Dense(const Schedule& schedule, int64 block, int head_blocks, int batches1, int pack, int queries,
-                     bool last_first)
+    template <typename Integer>
+    __device__ __forceinline__ Dense(const Schedule& schedule, Integer block, int head_blocks, int batches1, int pack,
+                                     int queries, bool last_first)
         : batches1(batches1), pack(pack), queries(queries) {
-        int64 linear;
+        Integer linear;
         schedule.locate(block, tile, linear);
         tile = uniform(last_first ? schedule.tiles - 1 - tile : tile);
         head = uniform(static_cast<int>(linear % head_blocks)) * pack;

@@ -27,6 +27,7 @@ __device__ __forceinline__ int64 fresh_block_index() {
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
     return index;
 }
+__device__ __forceinline__ int grid_size() { return gridDim.x; }  // blocks of the launch
 __device__ __forceinline__ int lane_index() { return fresh_thread_index() % WARP; }
 __device__ __forceinline__ int warp_index() { return fresh_thread_index() / WARP; }
 // A value that all lanes hold alike: the compiler may keep it, and what follows from it, in uniform registers.
@@ -66,6 +67,11 @@ __device__ __forceinline__ T load_global(const char* address) {
 template <typename T>
 __device__ __forceinline__ void store_global(char* address, const T& value) {
     *reinterpret_cast<T*>(address) = value;
+}
+
+// Adds and returns what was there before.
+__device__ __forceinline__ int atomic_add(char* address, int value) {
+    return atomicAdd(reinterpret_cast<int*>(address), value);
 }
 
 struct alignas(16) Vector16 {  // 16 bytes that travel together
@@ -180,6 +186,7 @@ __device__ __forceinline__ float multiply(float a, float b) { return __fmul_rn(a
 __device__ __forceinline__ double multiply(double a, double b) { return __dmul_rn(a, b); }
 __device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }
+__device__ __forceinline__ int maximum(int a, int b) { return max(a, b); }
 
 __device__ __forceinline__ float absolute(float x) { return fabsf(x); }
 __device__ __forceinline__ double absolute(double x) { return fabs(x); }

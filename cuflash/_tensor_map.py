@@ -1,0 +1,48 @@
+"""Tensor maps: a tensor in device memory and the box of it that one copy moves, as the driver encodes them for Hopper.
+
+The driver's function is called by ctypes, since CuPy does not wrap it; it touches no device.
+"""
+
+import ctypes
+from functools import cache
+
+_SPANS = {2: 1}  # CU_TENSOR_MAP_DATA_TYPE_UINT16 for elements of two bytes: bits are copied as they are
+_SWIZZLE_128, _PROMOTE_256, _ZEROS = 3, 3, 0
+
+
+def tensor_map(pointer, itemsize, dims, strides, box):
+    """The 128 bytes of a map whose boxes are swizzled in rows of 128 bytes.
+
+    Parameters
+    ----------
+    pointer : int
+        Address of the tensor, a multiple of 16.
+    itemsize : int
+        Bytes of an element.
+    dims, box : tuple of int
+        Elements along each axis, innermost first.
+    strides : tuple of int
+        Bytes between neighbours along each axis but the first, multiples of 16.
+    """
+    rank = len(dims)
+    storage = ctypes.create_string_buffer(256)
+    address = -(-ctypes.addressof(storage) // 128) * 128
+    result = _encode()(
+        address, _SPANS[itemsize], rank, pointer, (ctypes.c_uint64 * rank)(*dims),
+        (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*(1,) * rank),
+        0, _SWIZZLE_128, _PROMOTE_256, _ZEROS,
+    )  # fmt: skip
+    if result:
+        raise RuntimeError(
+            f"cuTensorMapEncodeTiled: error {result} for address {pointer:#x}, dims {dims}, strides {strides}, box {box}"
+        )
+    return ctypes.string_at(address, 128)
+
+
+@cache
+def _encode():
+    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    pointer, integer, unsigned = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32
+    function.argtypes = [pointer, integer, unsigned, *(pointer,) * 5, *(integer,) * 4]
+    function.restype = integer
+    return function

@@ -1,0 +1,62 @@
+// The careful path of forward for 16-bit elements: rows that tensor cores may have got wrong, computed again.
+#pragma once
+
+#include "ptx.cuh"
+#include "softmax.cuh"
+
+namespace cuflash {
+
+// One row again, by a warp, reading visible keys only and rounding each score by itself: for rows where a hidden value
+// that is not finite may have met a weight of 0 on the tensor cores, or whose scores are huge.
+template <typename Args>
+__device__ __noinline__ void careful_row(const Args& args, const char* q, const char* k, const char* v, char* out,
+                                         char* lse, int first, int end) {
+    constexpr int MOST = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;
+    const int lane = lane_index();
+    float query[MOST], sums[MOST] = {};
+#pragma unroll
+    for (int n = 0; n < MOST; ++n) {
+        int d = n * WARP + lane;
+        query[n] = d < args.head_dim ? to_float(load_global<Element>(q + 2 * d)) : 0.0f;
+    }
+    auto score = [&](int j) {
+        float s = 0.0f;
+#pragma unroll
+        for (int n = 0; n < MOST; ++n) {
+            int d = n * WARP + lane;
+            if (d < args.head_dim) {
+                s = fused_multiply_add(query[n], to_float(load_global<Element>(k + j * args.k_strides.row + 2 * d)), s);
+            }
+        }
+#pragma unroll
+        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) s += shuffle_xor(s, lanes);
+        return multiply(s, args.scale_log2);
+    };
+    SoftmaxRow<float> row;
+    for (int j = first; j < end; ++j) row.reference = maximum(row.reference, score(j));
+    for (int j = first; j < end; ++j) {
+        float s = score(j);
+        if (s == -INFINITE) continue;
+        float weight = ex2_approx(s - row.shift());
+        row.sum += weight;
+#pragma unroll
+        for (int n = 0; n < MOST; ++n) {
+            int d = n * WARP + lane;
+            if (d < args.value_dim) {
+                float value = to_float(load_global<Element>(v + j * args.v_strides.row + 2 * d));
+                sums[n] = fused_multiply_add(weight, value, sums[n]);
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < MOST; ++n) {
+        int d = n * WARP + lane;
+        if (d < args.value_dim) {
+            unsigned short bits = static_cast<unsigned short>(cvt_pair(Element{}, sums[n] * row.inverse_sum(), 0.0f));
+            store_global(out + 2 * d, Element{bits});
+        }
+    }
+    if (row.too_coarse() && args.lse != nullptr && lane == 0) store_global(lse, row.lse());  // else it is right already
+}
+
+}  // namespace cuflash
