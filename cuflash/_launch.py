@@ -205,7 +205,7 @@ class _GpuForward:
         for name, value in step.args.items():
             args[name] = value
         packed, first = args.tobytes(), self.pointers.size
-        maps = [(args.dtype.fields[field][1], "qkv".index(tensor.operand), tensor) for field, tensor in step.tensor_maps.items()]
+        maps = [(args.dtype.fields[field][1], ("q", "k", "v", "out").index(tensor.operand), tensor) for field, tensor in step.tensor_maps.items()]
         start, end = (maps[0][0], maps[-1][0] + 128) if maps else (first, first)
         kernel = self.backend.load(step.variant, self.device)
         maps = [(operand, tensor, {}) for _, operand, tensor in maps]

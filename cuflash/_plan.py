@@ -166,29 +166,31 @@ def variants(limits):
 
 
 # Tiles of the sm90 engine, by padded head_dim and value_dim: tile_q (64 rows a consumer), tile_k, whether q stays in
-# registers, steps of exponentials that run beside a product.
+# registers, whether out leaves through shared memory of its own, steps of exponentials that run beside a product.
 HOPPER_TILES = {
-    (64, 64): (192, 128, 0, 0),
-    (96, 96): (128, 128, 1, 2),
-    (128, 128): (128, 128, 1, 2),
-    (192, 128): (128, 128, 0, 0),
-    (192, 192): (128, 112, 0, 0),
-    (256, 256): (128, 80, 0, 0),
+    (64, 64): (192, 128, 0, 1, 0),
+    (96, 96): (128, 128, 1, 1, 2),
+    (128, 128): (128, 128, 1, 1, 2),
+    (192, 128): (128, 96, 0, 1, 0),
+    (192, 192): (128, 112, 0, 0, 0),
+    (256, 256): (128, 80, 0, 0, 0),
 }
-HOPPER_SHORT = (256, 64, 0, 0)  # for head dims to 64 and at most so many keys
+HOPPER_SHORT = (256, 64, 0, 1, 0)  # for head dims to 64 and at most so many keys
 HOPPER_SHORT_KEYS = 4096
 
 
 def hopper_variant(dtype, mask, head_dim, value_dim, short):
     """The sm90 engine's forward kernel for head dims as given; ``short`` where there are few keys."""
     dims = next(dims for dims in HOPPER_TILES if head_dim <= dims[0] and value_dim <= dims[1])
-    tile_q, tile_k, query_registers, early = HOPPER_SHORT if short and dims == (64, 64) else HOPPER_TILES[dims]
+    tile_q, tile_k, query_registers, out_staged, early = HOPPER_SHORT if short and dims[0] == 64 else HOPPER_TILES[dims]
     consumers, (query_panels, value_panels) = tile_q // 64, (-(-dim // 64) for dim in dims)
-    shared = 128 * (tile_q * query_panels + 2 * tile_k * (query_panels + value_panels))  # rows of 128 bytes
-    shared += consumers * (2 * 32 + 16) + 64  # work and barriers
+    shared = 128 * tile_q * (query_panels + out_staged * value_panels)  # rows of 128 bytes
+    shared += 2 * 128 * tile_k * (query_panels + value_panels)
+    shared += consumers * (2 * 48 + 16) + 64 + 16 * (not out_staged)  # work and barriers; an array is never empty
     return Variant(
-        "forward_sm90", dtype, mask, *dims, tile_q, tile_k, 4 * (1 + consumers), 1, 2, shared, query_registers, early
-    )
+        "forward_sm90", dtype, mask, *dims, tile_q, tile_k, 4 * (1 + consumers), 1, 2, shared,
+        query_registers, out_staged, early,
+    )  # fmt: skip
 
 
 # Layout ---------------------------------------------------------------------------------------------------------
@@ -311,7 +313,7 @@ def _hopper_forward(problem, limits, reason):
     blocks = args["schedule"][0] * args["schedule"][2]
     if blocks == 0:
         return Plan("sm90", reason, (), buffers)
-    args |= {"blocks": blocks, "rows": _whole_rows(pack)}
+    args |= {"blocks": blocks, "rows": _whole_rows(pack), "out_boxes": int("out_map" in maps)}
     step = Step(variant, min(blocks, limits.processors), 32 * variant.warps, variant.shared_bytes, args, maps)
     return Plan("sm90", reason, copies, (*buffers, Buffer("ticket", (1,), "int32", (), zeroed=True)), (step,))
 
@@ -352,9 +354,11 @@ def _forward(problem, pack, tile_q, chunk, key_box=None):
         Buffer("out", out_shape, problem.dtype, order),
         Buffer("lse", out_shape[:-1], element.lse.name, tuple(range(len(out_shape) - 2))),
     )
+    boxes = {"q": (pack, 64 // pack), "k": (1, key_box), "v": (1, key_box), "out": (pack, 16 // pack)}
+    if 16 % pack or not args["out_vectors"] or not _is_tensor(operands["out"]):
+        del boxes["out"]
     maps = key_box and {
-        f"{name}_map": _tensor_map(name, operands[name], lengths, where[name], box)
-        for name, box in (("q", (pack, 64 // pack)), ("k", (1, key_box)), ("v", (1, key_box)))
+        f"{name}_map": _tensor_map(name, operands[name], lengths, where[name], box) for name, box in boxes.items()
     }
     return args, maps, copies, buffers
 

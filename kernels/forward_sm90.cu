@@ -40,28 +40,33 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 :
 using QueryTile = Panels<ROWS, HEAD_DIM>;
 using KeyTile = Panels<TILE_K, HEAD_DIM>;
 using ValueTile = Panels<TILE_K, VALUE_DIM>;
+using OutTile = Panels<16, VALUE_DIM>;  // of a warp
 
-// A tile of rows, and the tiles of keys that some row of it sees.
+// What a consumer is to do with its rows of a tile. Tiles of keys are visited from the last to the first.
 struct alignas(16) Work {
-    int row;  // first packed row, or NONE
-    int head, key_head, batch0, batch1;
-    int first_tile, end_tile;
+    int row, end_row;                       // packed rows; row may be NONE
+    int first_tile, end_tile;               // of the keys that some row sees; those beside them that
+    int before, after;                      // the block brings for other consumers
+    int plain_first, plain_end;             // tiles of keys that all rows see whole: no test is needed
+    int head, key_head, batch0, batch1;     // where the rows lie
 };
 constexpr int NONE = -1;
+constexpr int SLOTS = 2;  // rows worked on and rows to come
 
 // Every buffer has two barriers: full, which the copy completes, and empty, on which each warp that reads it arrives.
 struct Shared {
     char queries[CONSUMERS][QueryTile::BYTES];
     char keys[STAGES][KeyTile::BYTES];
     char values[STAGES][ValueTile::BYTES];
-    Work work[2][CONSUMERS];  // this tile's and the next one's
+    char out[OUT_STAGED ? 4 * CONSUMERS * OutTile::BYTES : 16];
+    Work work[SLOTS][CONSUMERS];
     uint64 queries_full[CONSUMERS], queries_empty[CONSUMERS];
     uint64 keys_full[STAGES], keys_empty[STAGES];
     uint64 values_full[STAGES], values_empty[STAGES];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles and barriers take");
 constexpr int KEY_START = OFFSET_OF(Shared, keys), VALUE_START = OFFSET_OF(Shared, values);
-constexpr int WORK_START = OFFSET_OF(Shared, work);
+constexpr int OUT_START = OFFSET_OF(Shared, out), WORK_START = OFFSET_OF(Shared, work);
 constexpr int QUERIES_FULL = OFFSET_OF(Shared, queries_full), QUERIES_EMPTY = OFFSET_OF(Shared, queries_empty);
 constexpr int KEYS_FULL = OFFSET_OF(Shared, keys_full), KEYS_EMPTY = OFFSET_OF(Shared, keys_empty);
 constexpr int VALUES_FULL = OFFSET_OF(Shared, values_full), VALUES_EMPTY = OFFSET_OF(Shared, values_empty);
@@ -71,13 +76,14 @@ struct Args {
     char* out;
     char* lse;  // null where it is not wanted
     char* ticket;  // 0, and 0 again at the end
-    TensorMap q_map, k_map, v_map;  // axes: column, head, row, and the two merged ones
+    TensorMap q_map, k_map, v_map, out_map;  // axes: column, head, row, and the two merged ones
     Strides q_strides, k_strides, v_strides, out_strides;
     Schedule schedule;
     int queries, keys, heads, group, pack, head_dim, value_dim;
     int head_blocks, batches1;   // blocks along heads; length of the inner merged axis
     int first_shift, end_shift;  // of the mask
     int out_vectors;             // rows of out can be written 16 bytes at a time
+    int out_boxes;               // and a warp's 16 rows as boxes of out_map
     int blocks;                  // tiles of rows, of this launch
     int rows;                    // of a consumer that hold packed rows: 64, or the most that whole queries fill
     float scale_log2;            // scale * log2 e, positive
@@ -104,25 +110,53 @@ __device__ __forceinline__ uint32 barrier(uint32 shared, int start, int index) {
 
 // The producer -------------------------------------------------------------------------------------------------------
 
+// The block's place: its first packed row, and the tiles of keys that some row sees.
+struct Place {
+    int row, first_tile, end_tile;
+    int head, key_head, batch0, batch1;
+};
+
 // By one thread: nothing here may shuffle.
-__device__ __forceinline__ Work locate(const Args& args, const Mask& mask, int block) {
-    Work work{NONE, 0, 0, 0, 0, 0, 0};
-    if (block >= args.blocks) return work;
+__device__ __forceinline__ Place locate(const Args& args, const Mask& mask, int block) {
+    Place place;
     int tile, linear;
     args.schedule.locate(block, tile, linear);
     if (LAST_FIRST) tile = args.schedule.tiles - 1 - tile;
-    work.head = linear % args.head_blocks * args.pack;
-    work.key_head = work.head / args.group;
+    place.head = linear % args.head_blocks * args.pack;
+    place.key_head = place.head / args.group;
     linear /= args.head_blocks;
-    work.batch0 = linear / args.batches1;
-    work.batch1 = linear % args.batches1;
+    place.batch0 = linear / args.batches1;
+    place.batch1 = linear % args.batches1;
 
     const int rows = CONSUMERS * args.rows, all_rows = args.queries * args.pack;
-    work.row = tile * rows;
-    const int first_key = mask.first_key(query_of(work.row, args.pack));
-    const int end_key = mask.end_key(query_of(clamp(work.row + rows, 0, all_rows) - 1, args.pack));
-    work.first_tile = first_key / TILE_K;
-    work.end_tile = first_key < end_key ? (end_key - 1) / TILE_K + 1 : work.first_tile;
+    place.row = tile * rows;
+    const int first_key = mask.first_key(query_of(place.row, args.pack));
+    const int end_key = mask.end_key(query_of(clamp(place.row + rows, 0, all_rows) - 1, args.pack));
+    place.first_tile = first_key / TILE_K;
+    place.end_tile = first_key < end_key ? (end_key - 1) / TILE_K + 1 : place.first_tile;
+    return place;
+}
+
+__device__ __forceinline__ Work work_of(const Args& args, const Mask& mask, const Place& place, int consumer) {
+    const int row = place.row + consumer * args.rows, all_rows = args.queries * args.pack;
+    const int top = query_of(row, args.pack), bottom = query_of(clamp(row + args.rows, 0, all_rows) - 1, args.pack);
+    const int first_key = mask.first_key(top), end_key = mask.end_key(bottom);
+    Work work;
+    work.row = row;
+    work.end_row = clamp(row + args.rows, 0, all_rows);
+    work.first_tile = work.end_tile = place.end_tile;
+    if (row < all_rows && first_key < end_key) {
+        work.first_tile = first_key / TILE_K;
+        work.end_tile = (end_key - 1) / TILE_K + 1;
+    }
+    work.before = work.first_tile - place.first_tile;
+    work.after = place.end_tile - work.end_tile;
+    work.plain_first = (mask.first_key(bottom) + TILE_K - 1) / TILE_K;
+    work.plain_end = mask.end_key(top) / TILE_K;
+    work.head = place.head;
+    work.key_head = place.key_head;
+    work.batch0 = place.batch0;
+    work.batch1 = place.batch1;
     return work;
 }
 
@@ -133,53 +167,54 @@ __device__ __forceinline__ void produce(const Args& args, const Mask& mask, uint
     uint32 query_parity = 1;
     int slot = 0;
 
-    auto load_keys = [&](const Work& work, int tile) {
+    auto load_keys = [&](const Place& place, int tile) {
         mbarrier_wait(barrier(shared, KEYS_EMPTY, key.stage), key.parity);
         KeyTile::load(shared + KEY_START + key.stage * KeyTile::BYTES, args.k_map, barrier(shared, KEYS_FULL, key.stage),
-                      {0, work.key_head, tile * TILE_K, work.batch0, work.batch1}, EVICT_LAST);
+                      {0, place.key_head, tile * TILE_K, place.batch0, place.batch1}, EVICT_LAST);
         key.advance();
     };
-    auto load_values = [&](const Work& work, int tile) {
+    auto load_values = [&](const Place& place, int tile) {
         mbarrier_wait(barrier(shared, VALUES_EMPTY, value.stage), value.parity);
         ValueTile::load(shared + VALUE_START + value.stage * ValueTile::BYTES, args.v_map,
                         barrier(shared, VALUES_FULL, value.stage),
-                        {0, work.key_head, tile * TILE_K, work.batch0, work.batch1}, EVICT_LAST);
+                        {0, place.key_head, tile * TILE_K, place.batch0, place.batch1}, EVICT_LAST);
         value.advance();
     };
+    auto work_at = [&](int consumer) {
+        return shared + WORK_START + (slot * CONSUMERS + consumer) * static_cast<int>(sizeof(Work));
+    };
 
-    for (int block = static_cast<int>(fresh_block_index());;) {
-        const Work work = locate(args, mask, block);
-        if (work.row != NONE) {  // every tile draws one ticket, so that the last to draw knows itself
-            block = atomic_add(args.ticket, 1);
-            if (block == args.blocks - 1) store_global(args.ticket, 0);
-            block += grid_size();
-        }
-        int tile = work.end_tile - 1;
-        const bool any_key = tile >= work.first_tile;
-        if (any_key) load_keys(work, tile);
+    for (int block = static_cast<int>(fresh_block_index()); block < args.blocks; slot = (slot + 1) % SLOTS, query_parity ^= 1) {
+        const Place place = locate(args, mask, block);
+        int tile = place.end_tile - 1;
+        const bool any_key = tile >= place.first_tile;
+        if (any_key) load_keys(place, tile);
 #pragma unroll 1
         for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+            const Work work = work_of(args, mask, place, consumer);
             mbarrier_wait(barrier(shared, QUERIES_EMPTY, consumer), query_parity);
-            store_shared(shared + WORK_START + (slot * CONSUMERS + consumer) * static_cast<int>(sizeof(Work)), work);
-            const int row = work.row + consumer * args.rows;
-            const uint32 full = barrier(shared, QUERIES_FULL, consumer);
-            if (work.row == NONE) {
-                mbarrier_arrive(full);
-            } else {
-                QueryTile::load(shared + consumer * QueryTile::BYTES, args.q_map, full,
-                                {0, work.head, query_of(row, args.pack), work.batch0, work.batch1}, EVICT_FIRST,
-                                args.rows * 128);
-            }
+            store_shared(work_at(consumer), work);
+            QueryTile::load(shared + consumer * QueryTile::BYTES, args.q_map, barrier(shared, QUERIES_FULL, consumer),
+                            {0, place.head, query_of(work.row, args.pack), place.batch0, place.batch1}, EVICT_FIRST,
+                            args.rows * 128);
         }
-        if (work.row == NONE) return;
-        query_parity ^= 1;
-        slot ^= 1;
 #pragma unroll 1
-        for (; tile > work.first_tile; --tile) {
-            load_keys(work, tile - 1);
-            load_values(work, tile);
+        for (; tile > place.first_tile; --tile) {
+            load_keys(place, tile - 1);
+            load_values(place, tile);
         }
-        if (any_key) load_values(work, tile);
+        // Late, so that what is drawn early is not left waiting behind long rows; a tile draws one ticket, so that the
+        // last to draw knows itself.
+        block = atomic_add(args.ticket, 1);
+        if (any_key) load_values(place, tile);
+        if (block == args.blocks - 1) store_global(args.ticket, 0);
+        block += grid_size();
+    }
+#pragma unroll 1
+    for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+        mbarrier_wait(barrier(shared, QUERIES_EMPTY, consumer), query_parity);
+        store_shared(work_at(consumer), NONE);
+        mbarrier_arrive(barrier(shared, QUERIES_FULL, consumer));
     }
 }
 
@@ -190,6 +225,7 @@ constexpr int STEPS = TILE_K / 16;  // of the product with v: 16 keys, 8 scores 
 using Scores = float[TILE_K / 2];
 using Out = float[VALUE_DIM / 2];
 using Weights = uint32[STEPS][4];
+using Words = uint32[VALUE_DIM / 16][4];  // out, as elements
 using Rows = SoftmaxRow<float>[2];  // of a thread: row g and row g + 8 of the warp's 16
 
 // The row, of a thread's two, that element i of an accumulator belongs to, and its column.
@@ -233,7 +269,7 @@ struct Limits {
         constexpr float LAG = SoftmaxRow<float>::LAG - 0x1p-10f;  // less than raise() allows, rounding included
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float limit = (rows[half].reference + LAG) * rcp_approx(factor);
+            const float limit = (rows[half].reference + LAG) * reciprocal(factor);
             row[half] = limit >= 0.0f ? bits_of(limit) : bits_of(-0.0f);
         }
     }
@@ -313,71 +349,124 @@ __device__ __forceinline__ Vector16 gather_chunk(const uint32 (&words)[4], int l
     return high ? Vector16{{other[0], other[1], own[0], own[1]}} : Vector16{{own[0], own[1], other[0], other[1]}};
 }
 
-// Writes a warp's 16 rows of out and lse.
-__device__ __forceinline__ void store(const Args& args, const Mask& mask, const Work& work, int consumer, Out& out,
-                                      Rows& rows) {
-    const int lane = lane_index(), warp_row = warp_index() % 4 * 16;
-    const int first_row = work.row + consumer * args.rows;
-    const int all_rows = args.queries * args.pack;
-    auto inside = [&](int r) { return r < args.rows && first_row + r < all_rows; };
-    auto row_of = [&](const char* base, const Strides& strides, int r) {
-        const int packed = first_row + r, head = args.pack == 1 ? work.head : work.head + packed % args.pack;
-        return base + strides.offset(work.batch0, work.batch1, head) + query_of(packed, args.pack) * strides.row;
-    };
-    auto lse_of = [&](int r) {
-        const int packed = first_row + r, head = args.pack == 1 ? work.head : work.head + packed % args.pack;
-        const int64 batch = static_cast<int64>(work.batch0) * args.batches1 + work.batch1;
-        return args.lse + ((batch * args.heads + head) * args.queries + query_of(packed, args.pack)) * sizeof(float);
-    };
+// Addresses of a packed row of q or out, and of its lse.
+__device__ __forceinline__ int head_of(const Args& args, const Work& work, int packed) {
+    return args.pack == 1 ? work.head : work.head + packed % args.pack;
+}
+template <typename Pointer>
+__device__ __forceinline__ Pointer row_of(const Args& args, Pointer base, const Strides& strides, const Work& work,
+                                          int packed) {
+    return base + strides.offset(work.batch0, work.batch1, head_of(args, work, packed)) +
+           query_of(packed, args.pack) * strides.row;
+}
+__device__ __forceinline__ char* lse_of(const Args& args, const Work& work, int packed) {
+    const int64 batch = static_cast<int64>(work.batch0) * args.batches1 + work.batch1;
+    const int64 row = (batch * args.heads + head_of(args, work, packed)) * args.queries + query_of(packed, args.pack);
+    return args.lse + row * sizeof(float);
+}
+
+// A warp's 16 rows of out, by way of shared memory, which is this warp's alone.
+__device__ __forceinline__ void store_boxes(const Args& args, const Work& work, uint32 staging, int warp_row,
+                                            const Words& words) {
+    const int lane = lane_index();
+    if (lane == 0) cp_async_bulk_wait_group_read<0>();  // the rows before have left
+    sync_warp();
+#pragma unroll
+    for (int step = 0; step < VALUE_DIM / 16; ++step) {
+        stmatrix_x4(staging + OutTile::offset(lane % 16, 2 * step + lane / 16), words[step]);
+    }
+    fence_proxy_async();
+    sync_warp();
+    if (lane == 0) {
+#pragma unroll
+        for (int panel = 0; panel < OutTile::COUNT; ++panel) {
+            const Corner corner{64 * panel, work.head, query_of(warp_row, args.pack), work.batch0, work.batch1};
+            cp_async_bulk_tensor_store(args.out_map, staging + panel * OutTile::PANEL_BYTES, corner);
+        }
+        cp_async_bulk_commit_group();
+    }
+}
+
+// One of a thread's two rows of out, in chunks that a quad gathers, or element by element.
+__device__ __forceinline__ void store_row(const Args& args, char* row, const Words& words, int half) {
+    const int lane = lane_index();
+#pragma unroll
+    for (int step = 0; step < VALUE_DIM / 16; step += 2) {
+        const uint32 here[4] = {words[step][half], words[step][half + 2], words[step + 1][half], words[step + 1][half + 2]};
+        const Vector16 chunk = gather_chunk(here, lane);
+        const int column = 16 * step + 8 * (lane % 4);
+        if (row == nullptr) continue;
+        if (args.out_vectors) {
+            if (column < args.value_dim) store_global(row + 2 * column, chunk);
+        } else {
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+                const Element element{static_cast<unsigned short>(chunk.words[n / 2] >> n % 2 * 16)};
+                if (column + n < args.value_dim) store_global(row + 2 * (column + n), element);
+            }
+        }
+    }
+}
+
+// Zeros and -inf, for a warp's 16 rows that see no key.
+__device__ __forceinline__ void store_nothing(const Args& args, const Work& work) {
+    const Rows rows;
+    const int first_row = work.row + warp_index() % 4 * 16, end_row = clamp(work.end_row, first_row, first_row + 16);
+    for (int packed = first_row; packed < end_row; ++packed) {
+        for (int d = lane_index(); d < args.value_dim; d += WARP) {
+            store_global(row_of(args, args.out, args.out_strides, work, packed) + 2 * d, Element{0});
+        }
+        if (args.lse != nullptr && lane_index() == 0) store_global(lse_of(args, work, packed), rows[0].lse());
+    }
+}
+
+// Writes a warp's 16 rows of out and lse. A product that another tile has begun may be in flight.
+__device__ __forceinline__ void store(const Args& args, const Mask& mask, const Work& work, uint32 staging,
+                                      const Out& out, const Rows& rows) {
+    const int lane = lane_index(), first_row = work.row + warp_index() % 4 * 16;  // of the warp
+    Words words;
+    uint32 zeros[2] = {};  // sums of 0 times an element: NaN where one is not finite
+    const float inverse[2] = {rows[0].inverse_sum(), rows[1].inverse_sum()};
+#pragma unroll
+    for (int step = 0; step < VALUE_DIM / 16; ++step) {
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {  // rows g and g + 8 of 8 columns, then of the next 8
+            const float* pair = out + 8 * step + 2 * part;
+            words[step][part] = cvt_pair(Element{}, pair[0] * inverse[part % 2], pair[1] * inverse[part % 2]);
+            zeros[part % 2] = fma_pair(Element{}, words[step][part], 0, zeros[part % 2]);
+        }
+    }
     uint32 suspects[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int r = warp_row + 8 * half + lane / 4;
-        const float inverse = rows[half].inverse_sum();
-        char* row = const_cast<char*>(row_of(args.out, args.out_strides, r));
-        float total = 0.0f;  // finite only if all are
-#pragma unroll
-        for (int i = 2 * half; i < VALUE_DIM / 2; i += 4) {
-            out[i] *= inverse;
-            out[i + 1] *= inverse;
-            total += out[i] + out[i + 1];
-        }
-        if (args.out_vectors) {
-#pragma unroll
-            for (int n = 0; n < VALUE_DIM / 8; n += 4) {
-                uint32 words[4];
-#pragma unroll
-                for (int m = 0; m < 4; ++m) {
-                    const int i = 4 * (n + m) + 2 * half;
-                    words[m] = cvt_pair(Element{}, out[i], out[i + 1]);
-                }
-                const Vector16 chunk = gather_chunk(words, lane);
-                const int column = 8 * (n + lane % 4);
-                if (inside(r) && column < args.value_dim) store_global(row + 2 * column, chunk);
-            }
-        } else {
-#pragma unroll
-            for (int i = 2 * half; i < VALUE_DIM / 2; i += i % 2 ? 3 : 1) {
-                const int column = column_of(lane, i);
-                const Element element{static_cast<unsigned short>(cvt_pair(Element{}, out[i], 0.0f))};
-                if (inside(r) && column < args.value_dim) store_global(row + 2 * column, element);
-            }
-        }
-        if (inside(r) && args.lse != nullptr && lane % 4 == 0) store_global(lse_of(r), rows[half].lse());
-        const bool lost = !is_finite(total) && is_finite(inverse);
-        suspects[half] = ballot(inside(r) && (lost || rows[half].too_coarse()));
+        const int row = first_row + 8 * half + lane / 4;
+        const bool inside = row < work.end_row, lost = (zeros[half] & 0x7fff7fff) != 0 && is_finite(inverse[half]);
+        suspects[half] = ballot(inside && (lost || rows[half].too_coarse()));
+        if (args.lse != nullptr && lane % 4 == 0 && inside) store_global(lse_of(args, work, row), rows[half].lse());
     }
+    if (OUT_STAGED && args.out_boxes) {
+        if (first_row < work.end_row) store_boxes(args, work, staging, first_row, words);
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row + 8 * half + lane / 4;
+            char* address = row_of(args, args.out, args.out_strides, work, row);
+            store_row(args, row < work.end_row ? address : nullptr, words, half);
+        }
+    }
+    if ((suspects[0] | suspects[1]) == 0) return;
+    if (OUT_STAGED && lane == 0) cp_async_bulk_wait_group<0>();  // what is written again must have been written
     sync_warp();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         while (suspects[half] != 0) {
             const int quad = find_first_set(suspects[half]) / 4;
             suspects[half] &= ~(0xfu << (4 * quad));
-            const int r = warp_row + 8 * half + quad, i = query_of(first_row + r, args.pack);
-            careful_row(args, row_of(args.q, args.q_strides, r),
+            const int row = first_row + 8 * half + quad, i = query_of(row, args.pack);
+            careful_row(args, row_of(args, args.q, args.q_strides, work, row),
                         args.k + args.k_strides.offset(work.batch0, work.batch1, work.key_head),
                         args.v + args.v_strides.offset(work.batch0, work.batch1, work.key_head),
-                        const_cast<char*>(row_of(args.out, args.out_strides, r)), lse_of(r), mask.first_key(i),
+                        row_of(args, args.out, args.out_strides, work, row), lse_of(args, work, row), mask.first_key(i),
                         mask.end_key(i));
         }
     }
@@ -387,71 +476,79 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
     const Scaled score{args.scale_log2};
     const bool leader = lane_index() == 0;  // arrives for its warp
     const uint32 query_shared = shared + consumer * QueryTile::BYTES;
+    const uint32 staging = shared + OUT_START + (warp_index() - 4) * OutTile::BYTES;  // the producer's warps come first
     Turn key{0, 0}, value{0, 0};
     uint32 query_parity = 0;
-    int slot = 0;
+    int slot = SLOTS - 1;
     Scores scores;
     Out out;
     Weights weights;
     uint32 queries[QUERY_REGISTERS ? HEAD_DIM / 16 : 1][4];
 
     // Products of the rows with the keys, and of the weights with the values, of a stage, in flight when they return.
-    auto multiply_keys = [&](uint64 keys) {
+    auto multiply_keys = [&](int stage) {
+        const uint32 keys = (shared + KEY_START) / 16 + stage * (KeyTile::BYTES / 16);
+        const uint32 rows = QUERY_REGISTERS ? 0 : uniform(query_shared / 16);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; ++step) {
+            const uint64 b = KeyTile::rows_descriptor(keys + KeyTile::right(step));
             if constexpr (QUERY_REGISTERS) {
-                Wgmma<TILE_K>::template rs<0>(scores, queries[step], keys + KeyTile::right(step), step > 0);
+                Wgmma<TILE_K>::template rs<0>(scores, queries[step], b, step > 0);
             } else {
-                const uint64 rows = QueryTile::rows_descriptor(uniform(query_shared)) + QueryTile::right(step);
-                Wgmma<TILE_K>::template ss<0, 0>(scores, rows, keys + KeyTile::right(step), step > 0);
+                Wgmma<TILE_K>::template ss<0, 0>(scores, QueryTile::rows_descriptor(rows + QueryTile::right(step)), b, step > 0);
             }
         }
         wgmma_commit_group();
     };
-    auto multiply_values = [&](uint64 values) {
+    auto multiply_values = [&](int stage) {
+        const uint32 values = (shared + VALUE_START) / 16 + stage * (ValueTile::BYTES / 16);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            Wgmma<VALUE_DIM>::template rs<1>(out, weights[step], values + ValueTile::down(step), true);
+            Wgmma<VALUE_DIM>::template rs<1>(out, weights[step],
+                                             ValueTile::columns_descriptor(values + ValueTile::down(step)), true);
         }
         wgmma_commit_group();
-    };
-    auto keys_of = [&](int stage) { return KeyTile::rows_descriptor(shared + KEY_START + stage * KeyTile::BYTES); };
-    auto values_of = [&](int stage) {
-        return ValueTile::columns_descriptor(shared + VALUE_START + stage * ValueTile::BYTES);
     };
     auto release = [&](int start, int index) {
         if (leader) mbarrier_arrive(barrier(shared, start, index));
     };
-    auto skip = [&] {  // a tile of keys that no row of this consumer sees
-        mbarrier_wait(barrier(shared, KEYS_FULL, key.stage), key.parity);
-        release(KEYS_EMPTY, key.stage);
-        key.advance();
-        mbarrier_wait(barrier(shared, VALUES_FULL, value.stage), value.parity);
-        release(VALUES_EMPTY, value.stage);
-        value.advance();
+    auto skip = [&](int tiles) {  // tiles of keys that the block brings for other consumers
+#pragma unroll 1
+        for (; tiles > 0; --tiles) {
+            mbarrier_wait(barrier(shared, KEYS_FULL, key.stage), key.parity);
+            release(KEYS_EMPTY, key.stage);
+            key.advance();
+            mbarrier_wait(barrier(shared, VALUES_FULL, value.stage), value.parity);
+            release(VALUES_EMPTY, value.stage);
+            value.advance();
+        }
     };
 
-    while (true) {
-        mbarrier_wait(barrier(shared, QUERIES_FULL, consumer), query_parity);
-        query_parity ^= 1;
-        const uint32 work_shared = shared + WORK_START + (slot * CONSUMERS + consumer) * static_cast<int>(sizeof(Work));
-        slot ^= 1;
-        const Work work = load_shared<Work>(work_shared);
-        if (work.row == NONE) return;
-
-        // Tiles of keys that some row of this consumer sees, and those among them that need no test.
-        const int row = work.row + consumer * args.rows, all_rows = args.queries * args.pack;
-        const int top = query_of(row, args.pack);
-        const int bottom = query_of(clamp(row + args.rows, 0, all_rows) - 1, args.pack);
-        const int some_first = mask.first_key(top), some_end = mask.end_key(bottom);
-        const bool sees = row < all_rows && some_first < some_end;
-        const int first_tile = sees ? uniform(some_first / TILE_K) : work.end_tile;
-        const int end_tile = sees ? uniform((some_end - 1) / TILE_K + 1) : work.end_tile;
-        const int plain_first = uniform((mask.first_key(bottom) + TILE_K - 1) / TILE_K);
-        const int plain_end = uniform(mask.end_key(top) / TILE_K);
-
+    int row, tile, first_tile, plain_first, plain_end;
+    auto work_shared = [&](int slot) {
+        return shared + WORK_START + (slot * CONSUMERS + consumer) * static_cast<int>(sizeof(Work));
+    };
+    // Takes the next rows, up to their first tile of keys. Rows that see no key are done with at once.
+    auto take = [&] {
+        while (true) {
+            mbarrier_wait(barrier(shared, QUERIES_FULL, consumer), query_parity);
+            query_parity ^= 1;
+            slot = (slot + 1) % SLOTS;
+            const Work work = load_shared<Work>(work_shared(slot));
+            row = uniform(work.row);
+            if (row == NONE) return;
+            tile = uniform(work.end_tile) - 1;
+            first_tile = uniform(work.first_tile);
+            plain_first = uniform(work.plain_first);
+            plain_end = uniform(work.plain_end);
+            if (tile >= first_tile) break;
+            release(QUERIES_EMPTY, consumer);
+            skip(uniform(work.before));
+            store_nothing(args, work);
+            sync_warp();  // what follows takes warps that are together
+        }
         if constexpr (QUERY_REGISTERS) {
             const int lane = lane_index(), warp_row = warp_index() % 4 * 16;
 #pragma unroll
@@ -461,117 +558,126 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
             sync_warp();
             release(QUERIES_EMPTY, consumer);
         }
-        int tile = work.end_tile - 1;
-#pragma unroll 1
-        for (; tile >= end_tile; --tile) skip();
+        skip(uniform(load_shared<Work>(work_shared(slot)).after));
+        mbarrier_wait(barrier(shared, KEYS_FULL, key.stage), key.parity);
+    };
+    // Their first product. After the last rows it is one of old rows and keys, for nothing: registers of a product in
+    // flight must not depend on a branch.
+    auto begin = [&] {
+        pin(scores);
+        multiply_keys(uniform(key.stage));
+    };
+    auto finish = [&] {
+        wgmma_wait_group<0>();
+        pin(scores);
+    };
+    auto hide = [&] {
+        auto query = [&](int half) {
+            return query_of(row + warp_index() % 4 * 16 + 8 * half + lane_index() / 4, args.pack);
+        };
+        const int key = tile * TILE_K;
+        if (tile >= plain_end) hide_from(scores, {mask.end_key(query(0)) - key, mask.end_key(query(1)) - key});
+        if (!Mask::FROM_FIRST && tile < plain_first) {
+            hide_before(scores, {mask.first_key(query(0)) - key, mask.first_key(query(1)) - key});
+        }
+    };
 
+    take();
+    begin();
+    finish();
+    while (row != NONE) {
+        release(KEYS_EMPTY, key.stage);
+        key.advance();
         Rows rows;
 #pragma unroll
         for (int i = 0; i < VALUE_DIM / 2; ++i) out[i] = 0.0f;
-        auto hide = [&] {
-            // Worked out again in the few tiles that need it: registers are short.
-            auto query = [&](int half) {
-                const int r = warp_index() % 4 * 16 + 8 * half + lane_index() / 4;
-                return query_of(load_shared<Work>(work_shared).row + consumer * args.rows + r, args.pack);
-            };
-            const int key = tile * TILE_K;
-            if (tile >= plain_end) hide_from(scores, {mask.end_key(query(0)) - key, mask.end_key(query(1)) - key});
-            if (!Mask::FROM_FIRST && tile < plain_first) {
-                hide_before(scores, {mask.first_key(query(0)) - key, mask.first_key(query(1)) - key});
-            }
-        };
-        if (sees) {
-            mbarrier_wait(barrier(shared, KEYS_FULL, key.stage), key.parity);
-            pin(scores);
-            multiply_keys(keys_of(uniform(key.stage)));
-            wgmma_wait_group<0>();
-            pin(scores);
-            release(KEYS_EMPTY, key.stage);
-            key.advance();
-            hide();
-            raise(rows, out, scores, score);
-            Limits limits;
-            limits.set(rows, score.factor());
-            float shift[2] = {rows[0].shift(), rows[1].shift()};
-            weigh<0>(weights, rows, scores, shift, score);
+        hide();
+        raise(rows, out, scores, score);
+        Limits limits;
+        limits.set(rows, score.factor());
+        float shift[2] = {rows[0].shift(), rows[1].shift()};
+        weigh<0>(weights, rows, scores, shift, score);
 
-            // The keys of `tile` and the values of the tile before it, whose stage is the other one.
-            auto step = [&](auto stage) {
-                constexpr int KEYS = decltype(stage)::VALUE, VALUES = 1 - KEYS;
-                mbarrier_wait(barrier(shared, KEYS_FULL, KEYS), key.parity);
-                pin(scores);
-                pin(out);
-                pin(weights);
-                multiply_keys(keys_of(KEYS));
-                mbarrier_wait(barrier(shared, VALUES_FULL, VALUES), value.parity);
-                multiply_values(values_of(VALUES));
-                wgmma_wait_group<1>();
-                pin(scores);
-                release(KEYS_EMPTY, KEYS);
-                hide();
-                const bool outgrown = any(limits.outgrown(scores));
-                if (!outgrown) {  // a branch, so that the compiler leaves this before the wait
-                    begin_weights(scores, shift, score);
-                }
-                wgmma_wait_group<0>();
-                pin(out);
-                pin(weights);
-                release(VALUES_EMPTY, VALUES);
-                if (outgrown) {
-                    raise(rows, out, scores, score);
-                    limits.set(rows, score.factor());
-                    shift[0] = rows[0].shift(), shift[1] = rows[1].shift();
-                    begin_weights(scores, shift, score);
-                }
-                weigh<EARLY>(weights, rows, scores, shift, score);
-                if (KEYS == 1) key.parity ^= 1;
-                if (VALUES == 1) value.parity ^= 1;
-            };
-            if (--tile >= first_tile) {
-                bool second = key.stage == 1;
+        // The keys of `tile` and the values of the tile before it, whose stage is the other one.
+        auto step = [&](auto stage) {
+            constexpr int KEYS = decltype(stage)::VALUE, VALUES = 1 - KEYS;
+            mbarrier_wait(barrier(shared, KEYS_FULL, KEYS), key.parity);
+            pin(scores);
+            pin(out);
+            pin(weights);
+            multiply_keys(KEYS);
+            mbarrier_wait(barrier(shared, VALUES_FULL, VALUES), value.parity);
+            multiply_values(VALUES);
+            wgmma_wait_group<1>();
+            pin(scores);
+            release(KEYS_EMPTY, KEYS);
+            hide();
+            const bool outgrown = any(limits.outgrown(scores));
+            if (!outgrown) begin_weights(scores, shift, score);  // a branch keeps the compiler from waiting first
+            wgmma_wait_group<0>();
+            pin(out);
+            pin(weights);
+            release(VALUES_EMPTY, VALUES);
+            if (outgrown) {
+                raise(rows, out, scores, score);
+                limits.set(rows, score.factor());
+                shift[0] = rows[0].shift(), shift[1] = rows[1].shift();
+                begin_weights(scores, shift, score);
+            }
+            weigh<EARLY>(weights, rows, scores, shift, score);
+            if (KEYS == 1) key.parity ^= 1;
+            if (VALUES == 1) value.parity ^= 1;
+        };
+        if (--tile >= first_tile) {
+            bool second = key.stage == 1;
 #pragma unroll 1
-                while (true) {
-                    if (!second) {
-                        step(Stage<0>());
-                        if (--tile < first_tile) {
-                            key.stage = 1;
-                            value.stage = 0;
-                            break;
-                        }
-                    }
-                    second = false;
-                    step(Stage<1>());
+            while (true) {
+                if (!second) {
+                    step(Stage<0>());
                     if (--tile < first_tile) {
-                        key.stage = 0;
-                        value.stage = 1;
+                        key.stage = 1;
+                        value.stage = 0;
                         break;
                     }
                 }
+                second = false;
+                step(Stage<1>());
+                if (--tile < first_tile) {
+                    key.stage = 0;
+                    value.stage = 1;
+                    break;
+                }
             }
-            if (!QUERY_REGISTERS) release(QUERIES_EMPTY, consumer);
-            mbarrier_wait(barrier(shared, VALUES_FULL, value.stage), value.parity);
-            pin(out);
-            pin(weights);
-            multiply_values(values_of(uniform(value.stage)));
-            rows[0].finish<4>();
-            rows[1].finish<4>();
-            wgmma_wait_group<0>();
-            pin(out);
-            release(VALUES_EMPTY, value.stage);
-            value.advance();
-        } else if (!QUERY_REGISTERS) {
-            release(QUERIES_EMPTY, consumer);
         }
-#pragma unroll 1
-        for (const int rest = load_shared<Work>(work_shared).first_tile; tile >= rest; --tile) skip();
-        store(args, mask, load_shared<Work>(work_shared), consumer, out, rows);
+        if (!QUERY_REGISTERS) release(QUERIES_EMPTY, consumer);
+        mbarrier_wait(barrier(shared, VALUES_FULL, value.stage), value.parity);
+        pin(out);
+        pin(weights);
+        multiply_values(uniform(value.stage));
+        rows[0].finish<4>();
+        rows[1].finish<4>();
+        wgmma_wait_group<0>();
+        pin(out);
+        release(VALUES_EMPTY, value.stage);
+        value.advance();
+        const Work done = load_shared<Work>(work_shared(slot));
+        skip(uniform(done.before));
+        take();
+        begin();  // beside it these rows are written
+        store(args, mask, done, staging, out, rows);
+        sync_warp();
+        finish();
     }
+    if (OUT_STAGED && leader) cp_async_bulk_wait_group_read<0>();  // shared memory goes with the block
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) cuflash_forward_sm90(const __grid_constant__ Args args) {
     const uint32 shared = shared_memory();
     const Mask mask(args.keys, args.first_shift, args.end_shift);
     if (thread_index() == 0) {
+        prefetch_tensormap(args.q_map);
+        prefetch_tensormap(args.k_map);
+        prefetch_tensormap(args.v_map);
         for (int n = 0; n < CONSUMERS; ++n) {
             mbarrier_init(barrier(shared, QUERIES_FULL, n), 1);
             mbarrier_init(barrier(shared, QUERIES_EMPTY, n), 4);

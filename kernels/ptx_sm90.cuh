@@ -93,6 +93,12 @@ __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
+// The same, and until what they wrote is there for this thread.
+template <int PENDING>
+__device__ __forceinline__ void cp_async_bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // Orders this thread's writes to shared memory before what the asynchronous proxy (wgmma, tensor copies) does after
 // the next barrier.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -134,23 +140,28 @@ __device__ __forceinline__ void pin(uint32 (&registers)[M][N]) {
 }
 
 // The descriptor of a matrix whose rows of 128 bytes are swizzled: 16-byte chunk c of row r lies at chunk c ^ (r % 8).
-// `address` a multiple of 1024, but for steps along the matrix; `leading` bytes between panels of 64 columns (where the
-// columns are the product's N or M), eight rows every `stride` bytes.
-__device__ __forceinline__ uint64 matrix_descriptor(uint32 address, uint32 leading, uint32 stride) {
-    constexpr uint64 SWIZZLE_128 = 1ull << 62;
-    return SWIZZLE_128 | static_cast<uint64>(stride >> 4) << 32 | static_cast<uint64>(leading >> 4) << 16 |
-           (address & 0x3ffff) >> 4;
+// `place`: its address in units of 16 bytes, a multiple of 64 but for steps along the matrix; `leading` bytes between
+// panels of 64 columns (where the columns are the product's N or M), eight rows every `stride` bytes. Halves are joined
+// so that steps are added in 32 bits.
+__device__ __forceinline__ uint64 matrix_descriptor(uint32 place, uint32 leading, uint32 stride) {
+    constexpr uint32 SWIZZLE_128 = 1u << 30;
+    return static_cast<uint64>(SWIZZLE_128 | stride >> 4) << 32 | (leading >> 4 << 16 | place);
 }
 
 // Arithmetic -----------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ int maximum(int a, int b, int c) { return __vimax3_s32(a, b, c); }
 __device__ __forceinline__ int bits_of(float x) { return __float_as_int(x); }
-// rcp.approx.ftz: 1 / x within 1 ulp.
-__device__ __forceinline__ float rcp_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+// fma.rn of two 16-bit elements in a register each.
+__device__ __forceinline__ uint32 fma_pair(Float16, uint32 a, uint32 b, uint32 c) {
+    uint32 d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+__device__ __forceinline__ uint32 fma_pair(BFloat16, uint32 a, uint32 b, uint32 c) {
+    uint32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
 }
 
 }  // namespace cuflash

@@ -19,14 +19,15 @@ struct Panels {
     static __device__ __forceinline__ uint32 offset(int row, int chunk) {
         return chunk / 8 * PANEL_BYTES + row * 128 + (chunk % 8 ^ row % 8) * 16;
     }
-    // Descriptors count in units of 16 bytes. Those of a tile as rows of a product (of q k^T) advance by 16 columns,
-    // those of a tile as columns of a product (v, whose rows are summed over) by 16 rows.
-    static __device__ __forceinline__ uint64 rows_descriptor(uint32 address) { return matrix_descriptor(address, 16, 1024); }
-    static __device__ __forceinline__ uint64 columns_descriptor(uint32 address) {
-        return matrix_descriptor(address, PANEL_BYTES, 1024);
+    // Descriptors of the tile at `place`, its address in units of 16 bytes, which steps along it are added to: those of
+    // a tile as rows of a product (of q k^T) advance by 16 columns, those of a tile as columns of a product (v, whose
+    // rows are summed over) by 16 rows.
+    static __device__ __forceinline__ uint64 rows_descriptor(uint32 place) { return matrix_descriptor(place, 16, 1024); }
+    static __device__ __forceinline__ uint64 columns_descriptor(uint32 place) {
+        return matrix_descriptor(place, PANEL_BYTES, 1024);
     }
-    static __device__ constexpr uint64 right(int step) { return step / 4 * (PANEL_BYTES / 16) + step % 4 * 2; }
-    static __device__ constexpr uint64 down(int step) { return step * (16 * 128 / 16); }
+    static __device__ constexpr uint32 right(int step) { return step / 4 * (PANEL_BYTES / 16) + step % 4 * 2; }
+    static __device__ constexpr uint32 down(int step) { return step * (16 * 128 / 16); }
 
     // The tile whose first row is `corner`, panel by panel, boxes of `box_bytes` each.
     static __device__ __forceinline__ void load(uint32 address, const TensorMap& map, uint32 barrier, Corner corner,
