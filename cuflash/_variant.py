@@ -35,7 +35,7 @@ def _struct(fields):
 
 
 def _args(scale_log2, pointers="q k v out lse", maps="", wide="", sizes=""):
-    sizes = f"queries keys heads group pack head_dim value_dim head_blocks batches1 first_shift end_shift out_vectors {sizes}"
+    sizes = f"queries keys heads group pack head_dim value_dim head_blocks batches1 first_shift end_shift {sizes}"
     return _struct(
         [
             *((name, np.uint64) for name in pointers.split()),
@@ -60,8 +60,8 @@ _OFFSET_OF = """\
 
 # Kernel file and the twin of its struct Args, by kernel.
 KERNELS = {
-    "forward": ("forward.cu", _args(np.float32, wide="first_block")),
-    "forward_fma": ("forward_fma.cu", _args(np.float64, wide="first_block")),
+    "forward": ("forward.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
+    "forward_fma": ("forward_fma.cu", _args(np.float64, wide="first_block", sizes="out_vectors")),
     "forward_sm90": (
         "forward_sm90.cu",
         _args(np.float32, "q k v out lse ticket", "q_map k_map v_map out_map", sizes="out_boxes blocks rows"),

@@ -82,8 +82,7 @@ struct Args {
     int queries, keys, heads, group, pack, head_dim, value_dim;
     int head_blocks, batches1;   // blocks along heads; length of the inner merged axis
     int first_shift, end_shift;  // of the mask
-    int out_vectors;             // rows of out can be written 16 bytes at a time
-    int out_boxes;               // and a warp's 16 rows as boxes of out_map
+    int out_boxes;               // a warp's 16 rows of out are a box of out_map
     int blocks;                  // tiles of rows, of this launch
     int rows;                    // of a consumer that hold packed rows: 64, or the most that whole queries fill
     float scale_log2;            // scale * log2 e, positive
@@ -365,9 +364,10 @@ __device__ __forceinline__ char* lse_of(const Args& args, const Work& work, int 
     return args.lse + row * sizeof(float);
 }
 
-// A warp's 16 rows of out, by way of shared memory, which is this warp's alone.
-__device__ __forceinline__ void store_boxes(const Args& args, const Work& work, uint32 staging, int warp_row,
-                                            const Words& words) {
+// A warp's 16 rows of out, by way of shared memory that is this warp's alone: as boxes or, where heads are packed so
+// that no box holds the rows, a chunk a lane at a time.
+__device__ __forceinline__ void store_staged(const Args& args, const Work& work, uint32 staging, int first_row,
+                                             const Words& words) {
     const int lane = lane_index();
     if (lane == 0) cp_async_bulk_wait_group_read<0>();  // the rows before have left
     sync_warp();
@@ -375,19 +375,31 @@ __device__ __forceinline__ void store_boxes(const Args& args, const Work& work, 
     for (int step = 0; step < VALUE_DIM / 16; ++step) {
         stmatrix_x4(staging + OutTile::offset(lane % 16, 2 * step + lane / 16), words[step]);
     }
-    fence_proxy_async();
-    sync_warp();
-    if (lane == 0) {
+    if (args.out_boxes) {
+        fence_proxy_async();
+        sync_warp();
+        if (lane == 0 && first_row < work.end_row) {
 #pragma unroll
-        for (int panel = 0; panel < OutTile::COUNT; ++panel) {
-            const Corner corner{64 * panel, work.head, query_of(warp_row, args.pack), work.batch0, work.batch1};
-            cp_async_bulk_tensor_store(args.out_map, staging + panel * OutTile::PANEL_BYTES, corner);
+            for (int panel = 0; panel < OutTile::COUNT; ++panel) {
+                const Corner corner{64 * panel, work.head, query_of(first_row, args.pack), work.batch0, work.batch1};
+                cp_async_bulk_tensor_store(args.out_map, staging + panel * OutTile::PANEL_BYTES, corner);
+            }
+            cp_async_bulk_commit_group();
         }
-        cp_async_bulk_commit_group();
+    } else {
+        sync_warp();
+#pragma unroll 1
+        for (int n = lane; n < 16 * VALUE_DIM / 8; n += WARP) {
+            const int r = n % 16, chunk = n / 16;
+            if (first_row + r < work.end_row && 8 * chunk < args.value_dim) {
+                store_global(row_of(args, args.out, args.out_strides, work, first_row + r) + 16 * chunk,
+                             load_shared<Vector16>(staging + OutTile::offset(r, chunk)));
+            }
+        }
     }
 }
 
-// One of a thread's two rows of out, in chunks that a quad gathers, or element by element.
+// The same from registers: quads gather chunks of one of a thread's two rows.
 __device__ __forceinline__ void store_row(const Args& args, char* row, const Words& words, int half) {
     const int lane = lane_index();
 #pragma unroll
@@ -395,16 +407,7 @@ __device__ __forceinline__ void store_row(const Args& args, char* row, const Wor
         const uint32 here[4] = {words[step][half], words[step][half + 2], words[step + 1][half], words[step + 1][half + 2]};
         const Vector16 chunk = gather_chunk(here, lane);
         const int column = 16 * step + 8 * (lane % 4);
-        if (row == nullptr) continue;
-        if (args.out_vectors) {
-            if (column < args.value_dim) store_global(row + 2 * column, chunk);
-        } else {
-#pragma unroll
-            for (int n = 0; n < 8; ++n) {
-                const Element element{static_cast<unsigned short>(chunk.words[n / 2] >> n % 2 * 16)};
-                if (column + n < args.value_dim) store_global(row + 2 * (column + n), element);
-            }
-        }
+        if (row != nullptr && column < args.value_dim) store_global(row + 2 * column, chunk);
     }
 }
 
@@ -444,8 +447,8 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
         suspects[half] = ballot(inside && (lost || rows[half].too_coarse()));
         if (args.lse != nullptr && lane % 4 == 0 && inside) store_global(lse_of(args, work, row), rows[half].lse());
     }
-    if (OUT_STAGED && args.out_boxes) {
-        if (first_row < work.end_row) store_boxes(args, work, staging, first_row, words);
+    if constexpr (OUT_STAGED) {
+        store_staged(args, work, staging, first_row, words);
     } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -457,18 +460,15 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
     if ((suspects[0] | suspects[1]) == 0) return;
     if (OUT_STAGED && lane == 0) cp_async_bulk_wait_group<0>();  // what is written again must have been written
     sync_warp();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        while (suspects[half] != 0) {
-            const int quad = find_first_set(suspects[half]) / 4;
-            suspects[half] &= ~(0xfu << (4 * quad));
-            const int row = first_row + 8 * half + quad, i = query_of(row, args.pack);
-            careful_row(args, row_of(args, args.q, args.q_strides, work, row),
-                        args.k + args.k_strides.offset(work.batch0, work.batch1, work.key_head),
-                        args.v + args.v_strides.offset(work.batch0, work.batch1, work.key_head),
-                        row_of(args, args.out, args.out_strides, work, row), lse_of(args, work, row), mask.first_key(i),
-                        mask.end_key(i));
-        }
+#pragma unroll 1
+    for (int r = 0; r < 16; ++r) {
+        if ((suspects[r / 8] >> (r % 8 * 4) & 0xf) == 0) continue;
+        const int row = first_row + r, i = query_of(row, args.pack);
+        careful_row(args, row_of(args, args.q, args.q_strides, work, row),
+                    args.k + args.k_strides.offset(work.batch0, work.batch1, work.key_head),
+                    args.v + args.v_strides.offset(work.batch0, work.batch1, work.key_head),
+                    row_of(args, args.out, args.out_strides, work, row), lse_of(args, work, row), mask.first_key(i),
+                    mask.end_key(i));
     }
 }
 
@@ -536,9 +536,9 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
             mbarrier_wait(barrier(shared, QUERIES_FULL, consumer), query_parity);
             query_parity ^= 1;
             slot = (slot + 1) % SLOTS;
-            const Work work = load_shared<Work>(work_shared(slot));
-            row = uniform(work.row);
+            row = uniform(load_shared<int>(work_shared(slot)));
             if (row == NONE) return;
+            const Work work = load_shared<Work>(work_shared(slot));
             tile = uniform(work.end_tile) - 1;
             first_tile = uniform(work.first_tile);
             plain_first = uniform(work.plain_first);
