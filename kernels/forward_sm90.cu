@@ -48,10 +48,16 @@ struct alignas(16) Work {
     int first_tile, end_tile;               // of the keys that some row sees; those beside them that
     int before, after;                      // the block brings for other consumers
     int plain_first, plain_end;             // tiles of keys that all rows see whole: no test is needed
-    int head, key_head, batch0, batch1;     // where the rows lie
+    int head, batch0, batch1;               // where the rows lie
 };
 constexpr int NONE = -1;
-constexpr int SLOTS = 2;  // rows worked on and rows to come
+constexpr int SLOTS = 3;  // rows worked on, rows to come and, written before their turn, rows after those
+
+// What the producer has to know of a tile of rows: its first packed row, or NONE, and the keys that some row sees.
+struct alignas(16) Place {
+    int row, first_tile, end_tile;
+    int head, key_head, batch0, batch1;
+};
 
 // Every buffer has two barriers: full, which the copy completes, and empty, on which each warp that reads it arrives.
 struct Shared {
@@ -60,6 +66,7 @@ struct Shared {
     char values[STAGES][ValueTile::BYTES];
     char out[OUT_STAGED ? 4 * CONSUMERS * OutTile::BYTES : 16];
     Work work[SLOTS][CONSUMERS];
+    Place next;
     uint64 queries_full[CONSUMERS], queries_empty[CONSUMERS];
     uint64 keys_full[STAGES], keys_empty[STAGES];
     uint64 values_full[STAGES], values_empty[STAGES];
@@ -67,6 +74,7 @@ struct Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles and barriers take");
 constexpr int KEY_START = OFFSET_OF(Shared, keys), VALUE_START = OFFSET_OF(Shared, values);
 constexpr int OUT_START = OFFSET_OF(Shared, out), WORK_START = OFFSET_OF(Shared, work);
+constexpr int NEXT_START = OFFSET_OF(Shared, next);
 constexpr int QUERIES_FULL = OFFSET_OF(Shared, queries_full), QUERIES_EMPTY = OFFSET_OF(Shared, queries_empty);
 constexpr int KEYS_FULL = OFFSET_OF(Shared, keys_full), KEYS_EMPTY = OFFSET_OF(Shared, keys_empty);
 constexpr int VALUES_FULL = OFFSET_OF(Shared, values_full), VALUES_EMPTY = OFFSET_OF(Shared, values_empty);
@@ -109,12 +117,6 @@ __device__ __forceinline__ uint32 barrier(uint32 shared, int start, int index) {
 
 // The producer -------------------------------------------------------------------------------------------------------
 
-// The block's place: its first packed row, and the tiles of keys that some row sees.
-struct Place {
-    int row, first_tile, end_tile;
-    int head, key_head, batch0, batch1;
-};
-
 // By one thread: nothing here may shuffle.
 __device__ __forceinline__ Place locate(const Args& args, const Mask& mask, int block) {
     Place place;
@@ -153,7 +155,6 @@ __device__ __forceinline__ Work work_of(const Args& args, const Mask& mask, cons
     work.plain_first = (mask.first_key(bottom) + TILE_K - 1) / TILE_K;
     work.plain_end = mask.end_key(top) / TILE_K;
     work.head = place.head;
-    work.key_head = place.key_head;
     work.batch0 = place.batch0;
     work.batch1 = place.batch1;
     return work;
@@ -182,37 +183,55 @@ __device__ __forceinline__ void produce(const Args& args, const Mask& mask, uint
     auto work_at = [&](int consumer) {
         return shared + WORK_START + (slot * CONSUMERS + consumer) * static_cast<int>(sizeof(Work));
     };
-
-    for (int block = static_cast<int>(fresh_block_index()); block < args.blocks; slot = (slot + 1) % SLOTS, query_parity ^= 1) {
-        const Place place = locate(args, mask, block);
-        int tile = place.end_tile - 1;
-        const bool any_key = tile >= place.first_tile;
-        if (any_key) load_keys(place, tile);
+    // Finds the next place and leaves it in shared memory, since registers are few, and each consumer's work beside it.
+    auto assign = [&](int block) {
+        Place place{NONE, 0, 0, 0, 0, 0, 0};
+        if (block < args.blocks) place = locate(args, mask, block);
+        store_shared(shared + NEXT_START, place);
 #pragma unroll 1
         for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
-            const Work work = work_of(args, mask, place, consumer);
-            mbarrier_wait(barrier(shared, QUERIES_EMPTY, consumer), query_parity);
-            store_shared(work_at(consumer), work);
-            QueryTile::load(shared + consumer * QueryTile::BYTES, args.q_map, barrier(shared, QUERIES_FULL, consumer),
-                            {0, place.head, query_of(work.row, args.pack), place.batch0, place.batch1}, EVICT_FIRST,
-                            args.rows * 128);
+            if (place.row == NONE) {
+                store_shared(work_at(consumer), NONE);
+            } else {
+                store_shared(work_at(consumer), work_of(args, mask, place, consumer));
+            }
         }
+        slot = (slot + 1) % SLOTS;
+    };
+
+    assign(static_cast<int>(fresh_block_index()));
+    while (true) {
+        const Place place = load_shared<Place>(shared + NEXT_START);
+        if (place.row == NONE) break;
+        int tile = place.end_tile - 1;
+        if (tile >= place.first_tile) load_keys(place, tile);
 #pragma unroll 1
-        for (; tile > place.first_tile; --tile) {
+        for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+            mbarrier_wait(barrier(shared, QUERIES_EMPTY, consumer), query_parity);
+            QueryTile::load(shared + consumer * QueryTile::BYTES, args.q_map, barrier(shared, QUERIES_FULL, consumer),
+                            {0, place.head, query_of(place.row + consumer * args.rows, args.pack), place.batch0,
+                             place.batch1},
+                            EVICT_FIRST, args.rows * 128);
+        }
+        query_parity ^= 1;
+        auto load_next = [&] {
             load_keys(place, tile - 1);
             load_values(place, tile);
-        }
-        // Late, so that what is drawn early is not left waiting behind long rows; a tile draws one ticket, so that the
-        // last to draw knows itself.
-        block = atomic_add(args.ticket, 1);
-        if (any_key) load_values(place, tile);
-        if (block == args.blocks - 1) store_global(args.ticket, 0);
-        block += grid_size();
+            --tile;
+        };
+#pragma unroll 1
+        while (tile > place.first_tile + 1) load_next();
+        // Late, so that what is drawn is not left waiting behind long rows, yet early enough to be there when it is
+        // needed. A tile of rows draws one ticket, so that the last to draw knows itself.
+        const int drawn = atomic_add(args.ticket, 1);
+        if (tile > place.first_tile) load_next();
+        if (drawn == args.blocks - 1) store_global(args.ticket, 0);
+        assign(drawn + grid_size());
+        if (tile == place.first_tile) load_values(place, tile);
     }
 #pragma unroll 1
     for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
         mbarrier_wait(barrier(shared, QUERIES_EMPTY, consumer), query_parity);
-        store_shared(work_at(consumer), NONE);
         mbarrier_arrive(barrier(shared, QUERIES_FULL, consumer));
     }
 }
@@ -463,10 +482,10 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
 #pragma unroll 1
     for (int r = 0; r < 16; ++r) {
         if ((suspects[r / 8] >> (r % 8 * 4) & 0xf) == 0) continue;
-        const int row = first_row + r, i = query_of(row, args.pack);
+        const int row = first_row + r, i = query_of(row, args.pack), key_head = work.head / args.group;
         careful_row(args, row_of(args, args.q, args.q_strides, work, row),
-                    args.k + args.k_strides.offset(work.batch0, work.batch1, work.key_head),
-                    args.v + args.v_strides.offset(work.batch0, work.batch1, work.key_head),
+                    args.k + args.k_strides.offset(work.batch0, work.batch1, key_head),
+                    args.v + args.v_strides.offset(work.batch0, work.batch1, key_head),
                     row_of(args, args.out, args.out_strides, work, row), lse_of(args, work, row), mask.first_key(i),
                     mask.end_key(i));
     }
@@ -526,18 +545,20 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
         }
     };
 
-    int row, tile, first_tile, plain_first, plain_end;
+    bool more;  // rows are being worked on
+    int tile, first_tile, plain_first, plain_end;
     auto work_shared = [&](int slot) {
         return shared + WORK_START + (slot * CONSUMERS + consumer) * static_cast<int>(sizeof(Work));
     };
+    auto row_of_work = [&] { return load_shared<int>(work_shared(slot)); };
     // Takes the next rows, up to their first tile of keys. Rows that see no key are done with at once.
     auto take = [&] {
         while (true) {
             mbarrier_wait(barrier(shared, QUERIES_FULL, consumer), query_parity);
             query_parity ^= 1;
             slot = (slot + 1) % SLOTS;
-            row = uniform(load_shared<int>(work_shared(slot)));
-            if (row == NONE) return;
+            more = uniform(row_of_work()) != NONE;
+            if (!more) return;
             const Work work = load_shared<Work>(work_shared(slot));
             tile = uniform(work.end_tile) - 1;
             first_tile = uniform(work.first_tile);
@@ -573,7 +594,7 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
     };
     auto hide = [&] {
         auto query = [&](int half) {
-            return query_of(row + warp_index() % 4 * 16 + 8 * half + lane_index() / 4, args.pack);
+            return query_of(row_of_work() + warp_index() % 4 * 16 + 8 * half + lane_index() / 4, args.pack);
         };
         const int key = tile * TILE_K;
         if (tile >= plain_end) hide_from(scores, {mask.end_key(query(0)) - key, mask.end_key(query(1)) - key});
@@ -585,7 +606,7 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
     take();
     begin();
     finish();
-    while (row != NONE) {
+    while (more) {
         release(KEYS_EMPTY, key.stage);
         key.advance();
         Rows rows;
