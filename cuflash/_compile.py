@@ -5,8 +5,9 @@ Two doors: ``load`` compiles and loads for a device; ``check`` compiles for any 
 
 import threading
 
-# CuPy appends -ftz=true and the device's -arch to these; its disk cache is keyed by options, text and NVRTC's version.
+# CuPy appends _CUPYS and the device's -arch to these; its disk cache is keyed by options, text and NVRTC's version.
 _OPTIONS = ("-std=c++17",)
+_CUPYS = ("-ftz=true", "--device-as-default-execution-space")
 _HOPPER = ("-arch=sm_90a",)  # beside the -arch=sm_90 that CuPy appends: NVRTC then takes sm_90a
 
 _kernels = {}
@@ -59,7 +60,7 @@ def check(variant, arch):
     from cupy.cuda import nvrtc
 
     target = _HOPPER if variant.hopper else (f"-arch=sm_{arch}",)
-    options = (*_OPTIONS, "-ftz=true", *target, "--ptxas-options=-v")
+    options = (*_OPTIONS, *_CUPYS, *target, "--ptxas-options=-v")
     if nvrtc.getVersion() >= (13, 0):  # its own cache answers without the log
         options += ("--no-cache",)
     program = nvrtc.createProgram(variant.text(), f"{variant.name}.cu", (), ())

@@ -141,11 +141,11 @@ __device__ __forceinline__ void pin(uint32 (&registers)[M][N]) {
 
 // The descriptor of a matrix whose rows of 128 bytes are swizzled: 16-byte chunk c of row r lies at chunk c ^ (r % 8).
 // `place`: its address in units of 16 bytes, a multiple of 64 but for steps along the matrix; `leading` bytes between
-// panels of 64 columns (where the columns are the product's N or M), eight rows every `stride` bytes. Halves are joined
-// so that steps are added in 32 bits.
+// panels of 64 columns (where the columns are the product's N or M), eight rows every `stride` bytes. Sums in
+// 32 bits leave one instruction a descriptor.
 __device__ __forceinline__ uint64 matrix_descriptor(uint32 place, uint32 leading, uint32 stride) {
     constexpr uint32 SWIZZLE_128 = 1u << 30;
-    return static_cast<uint64>(SWIZZLE_128 | stride >> 4) << 32 | (leading >> 4 << 16 | place);
+    return static_cast<uint64>(SWIZZLE_128 | stride >> 4) << 32 | ((leading >> 4 << 16) + place);
 }
 
 // Arithmetic -----------------------------------------------------------------------------------------------------------
