@@ -144,19 +144,35 @@ class _NumpyForward:
         return (out, _visible(lse, problem)) if problem.return_lse else out
 
 
+class _CuPy:
+    """What a prepared call takes from CuPy. The emulator of the kernels has the like for arrays on the host."""
+
+    def __init__(self):
+        import cupy
+
+        self.empty, self.multiply = cupy.empty, cupy.multiply
+        self.current_device, self.with_device = cupy.cuda.runtime.getDevice, cupy.cuda.Device
+        self.current_stream = cupy.cuda.get_current_stream
+
+    def load(self, variant, device):
+        """The kernel, called as ``kernel(grid, threads, (args,), shared_mem=bytes)``."""
+        return _compile.load(variant, device)
+
+    def is_capturing(self):
+        """Whether launches go into a graph, to run again later."""
+        return self.current_stream().is_capturing()
+
+
 class _GpuForward:
     """A prepared call of ``forward`` on a GPU: kernels loaded, arguments packed but for the pointers."""
 
-    def __init__(self, problem, plan):
-        import cupy
-
-        self.problem = problem
-        self.device, self.empty, self.return_lse = problem.device, cupy.empty, problem.return_lse
-        self.current_device, self.with_device = cupy.cuda.runtime.getDevice, cupy.cuda.Device
-        self.multiply = cupy.multiply
+    def __init__(self, problem, plan, backend=None):
+        self.backend = backend or _CuPy()
+        self.problem, self.device, self.return_lse = problem, problem.device, problem.return_lse
+        self.current_device, self.with_device = self.backend.current_device, self.backend.with_device
+        self.empty = self.backend.empty
         self.copies = {copy.name: copy for copy in plan.copies}
         self.out, self.lse = map(_Allocation, plan.buffers)
-        self.current_stream = cupy.cuda.get_current_stream
         self.steps = [self._pack(step) for step in plan.steps]
 
     def _pack(self, step):
@@ -164,7 +180,7 @@ class _GpuForward:
         args = np.zeros(1, step.variant.args)
         for name, value in step.args.items():
             args[name] = value
-        kernel = _compile.load(step.variant, self.problem.device)
+        kernel = self.backend.load(step.variant, self.device)
         return kernel, (step.grid,), (step.threads,), args.tobytes()[_POINTERS.size :], step.shared_bytes
 
     def __call__(self, q, k, v, out):
@@ -186,7 +202,7 @@ class _GpuForward:
         if written is not result:
             target = result if out is None else _problem.canonical(out, self.problem.batch)
             target[...] = written[..., : target.shape[-1]]
-        if copies and self.current_stream().is_capturing():
+        if copies and self.backend.is_capturing():
             _captured.append((q, k, v, written))
         out = _visible(result, self.problem) if out is None else out
         return (out, _visible(lse, self.problem)) if self.return_lse else out
@@ -203,7 +219,7 @@ class _GpuForward:
         if copy.factor == 1.0:
             rows[..., : copy.shape[-1]] = view
         else:
-            self.multiply(view, copy.factor, out=rows[..., : copy.shape[-1]], dtype=rows.dtype)
+            self.backend.multiply(view, copy.factor, out=rows[..., : copy.shape[-1]], dtype=rows.dtype)
         return rows
 
 
