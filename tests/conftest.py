@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from cuflash import _compile
+import cuflash
+from cuflash import _compile, testing
 
 # A first example may contain a compilation, so no deadline. Where CI is set, every run draws the same examples.
 settings.register_profile("cuflash", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
@@ -51,10 +52,32 @@ def nvrtc():
         pytest.skip(f"needs CuPy with NVRTC: pip install -e '.[cuda13]' ({error})")
 
 
+@pytest.fixture(scope="session")
+def emulator():
+    """The module that emulates the kernels, where a C++ compiler is; else the test is skipped."""
+    import emulator
+
+    if emulator.compiler() is None:
+        pytest.skip(emulator.NO_COMPILER)
+    return emulator
+
+
 @pytest.fixture(scope="module", params=["numpy", "portable"])
 def engine(request):
-    """Each engine: its name, with ``name`` and ``xp`` as attributes."""
-    return Engine(request.param, np if request.param == "numpy" else request.getfixturevalue("gpu"))
+    """Each engine: its name, with ``name`` and ``xp`` as attributes.
+
+    A module may also ask for "emulated". Then `cuflash.forward` runs the portable engine's kernels on NumPy arrays.
+    """
+    if request.param == "portable":
+        yield Engine("portable", request.getfixturevalue("gpu"))
+    elif request.param == "numpy":
+        yield Engine("numpy", np)
+    else:
+        emulator = request.getfixturevalue("emulator")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuflash, "forward", lambda *arrays, **given: emulator.Emulator().forward(*arrays, **given))
+            patch.setattr(testing, "_path", lambda path, array: path or f"portable {array.dtype.name}")
+            yield Engine("emulated", np)
 
 
 @pytest.fixture(scope="module")

@@ -195,7 +195,6 @@ class DeviceArray(np.ndarray):
 class Host:
     """What a prepared call takes from CuPy (``_launch._CuPy``), on the host."""
 
-    multiply = staticmethod(np.multiply)
     with_device = nullcontext
 
     def __init__(self, emulator):
@@ -203,6 +202,9 @@ class Host:
 
     def current_device(self):
         return None
+
+    def multiply(self, array, factor, out, dtype):
+        np.multiply(array, dtype.type(factor), out=out)
 
     def is_capturing(self):
         return False

@@ -259,6 +259,7 @@ struct World {
     int components = 0;
     std::vector<std::unique_ptr<Cluster>> alive;
     std::vector<std::function<void()>> spontaneous;
+    std::vector<void (*)()> at_exit;  // what each thread runs when its kernel has returned: checks of instructions
     std::vector<Site> sites{{"a place not kept", 0}};
     uint16_t site_of[4096] = {};  // numbers of sites, by hash
     const Range* last_range = nullptr;
@@ -411,7 +412,7 @@ void collective(Gang& gang, const char* what, Operands& mine, All&& all, Site he
     if (gang.arrived == 0) {
         gang.what = what;
         gang.here = here;
-    } else if (!(gang.here == here) || std::strcmp(gang.what, what) != 0) {
+    } else if (!(gang.here == here) || (gang.what != what && std::strcmp(gang.what, what) != 0)) {
         fail(here, "%s, while other lanes of the warp are at %s, %s:%d: all must execute it together", what, gang.what,
              gang.here.file, gang.here.line);
     }
@@ -679,6 +680,7 @@ inline void begin_thread() {
     world.body();
     Thread& t = thread();
     if (!t.copies.empty()) fail(t.waits_at, "left the kernel with copies to shared memory in flight (after this place)");
+    for (auto check : world.at_exit) check();
     t.left = true;
     Block& own = *t.block;
     --own.live;
