@@ -55,14 +55,16 @@ inline ThreadFences& fences_of(Cluster& cluster, int number) {
 
 // Reads that happen after their issue ------------------------------------------------------------------------------
 
-// Who reads: a thread, as it was when it issued the instruction.
+// Who reads: a thread, as it was when it issued the instruction, or a unit in its name.
 struct Reader {
-    Actor actor;
+    Actor actor;  // the thread
+    const Actor* unit = nullptr;  // whose read it is, when it happens
     Block* block = nullptr;
     uint32_t issued = 0;  // by its warp's time, which the issue moves on
     Site here{};
     Reader() = default;
-    Reader(Thread& t, Site here) : actor(t), block(t.block), issued(time_of(*t.block, t)++), here(here) {}
+    Reader(Thread& t, const Actor& unit, Site here)
+        : actor(t), unit(&unit), block(t.block), issued(time_of(*t.block, t)++), here(here) {}
 
     void check(uint32_t offset) {
         Cell& cell = block->cells[offset / 4];
@@ -79,9 +81,9 @@ struct Reader {
                 race("reads", offset, "written", write, here, " without fence_proxy_async before the barrier between them");
             }
         }
-        const Record mine{time_of(*block, actor), static_cast<uint16_t>(actor.number), number_of(here)};
+        const Record mine{time_of(*block, *unit), static_cast<uint16_t>(unit->number), number_of(here)};
         const bool covers = cell.reads[0].time == 0 || ordered(cell.reads[0], actor) ||
-                            cell.reads[0].actor / WARP_LANES == actor.component();
+                            cell.reads[0].actor / WARP_LANES == unit->component();
         cell.reads[covers ? 0 : 1] = mine;
     }
     // 16 bytes, of which one word, `word`, stands for all in the checks.
@@ -353,7 +355,7 @@ struct ThreadStores {
 };
 
 inline void store_box(const Box& box) {
-    state_of<ThreadStores>(thread()).open.push_back(std::make_shared<Store>(Store{box, Reader(thread(), box.here), {}}));
+    state_of<ThreadStores>(thread()).open.push_back(std::make_shared<Store>(Store{box, Reader(thread(), thread(), box.here), {}}));
 }
 inline void commit_stores() {
     ThreadStores& stores = state_of<ThreadStores>(thread());
@@ -560,7 +562,7 @@ inline void issue_product(const Operation& operation, float* d, uint32_t* a) {
         }
         std::copy(held.saved, held.saved + 4, product.a[t.lane]);
     }
-    if (++product.lanes == WARP_LANES) product.reader = Reader(t, here);
+    if (++product.lanes == WARP_LANES) product.reader = Reader(t, block().units[TENSOR], here);
 }
 
 inline void fence_products() {
@@ -693,6 +695,9 @@ inline void wait_for_products(uint64_t pending, bool bfloat, Site here) {
             }
             warp.products.pop_front();
         }
+        const Actor& unit = block().units[TENSOR];
+        const uint32_t now = time_of(block(), unit)++;
+        for (Thread* lane : thread().warp->lanes.threads) lane->clock.at[unit.component()] = now;
     }, here);
 }
 
