@@ -21,6 +21,7 @@ using emulator::Site;
 inline int thread_index() { return emulator::thread().index; }
 inline int fresh_thread_index() { return thread_index(); }
 inline int64 fresh_block_index() { return emulator::block().index; }
+inline int grid_size() { return static_cast<int>(emulator::world.launch->grid); }
 inline int lane_index() { return emulator::thread().lane; }
 inline int warp_index() { return emulator::thread().warp->index; }
 
@@ -230,6 +231,7 @@ inline float multiply(float a, float b) { return a * b; }
 inline double multiply(double a, double b) { return a * b; }
 inline float maximum(float a, float b) { return std::fmax(a, b); }
 inline double maximum(double a, double b) { return std::fmax(a, b); }
+inline int maximum(int a, int b) { return std::max(a, b); }
 
 inline float absolute(float x) { return std::fabs(x); }
 inline double absolute(double x) { return std::fabs(x); }
