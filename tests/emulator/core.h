@@ -20,7 +20,8 @@
 //                   them before the end is stopped; map_shared(address, rank) is another block's of the cluster
 //   global memory   check_global(pointer, bytes, align, WRITES or READS, here)
 //   actors          who touches shared memory, for the race check: a Thread, or a unit that works beside the threads:
-//                   block().units[TENSOR] (wgmma), block().units[COPY] (TMA and bulk copies)
+//                   block().units[TENSOR + warp] (wgmma), block().units[COPY + n] (TMA and bulk copies; n < COPIES, one
+//                   and the same for all copies that complete on a barrier)
 //   time            release(actor, clock): all that `actor` did happened before whoever acquires `clock`;
 //                   acquire(actor, clock). An mbarrier holds a Clock: arrive releases into it, wait acquires it
 //   in order        Groups<Action>: add, commit, wait(pending): actions of a thread that run as late as its waits
@@ -66,13 +67,14 @@ namespace emulator {
 struct Site {
     const char* file;
     int line;
+    // Its own default arguments, since those of a template would be the template's place.
+    static constexpr Site now(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
     bool operator==(const Site& other) const {
         return line == other.line && (file == other.file || std::strcmp(file, other.file) == 0);
     }
 };
 // The default argument that is the caller's place.
-#define HERE \
-    emulator::Site { __builtin_FILE(), __builtin_LINE() }
+#define HERE emulator::Site::now()
 
 constexpr int WARP_LANES = 32, GROUP_WARPS = 4, MOST_THREADS = 1024, MOST_CLUSTER = 2;
 constexpr uint32_t SHARED_BASE = 1024;  // as on sm_90, where the first 1024 bytes are the system's
@@ -80,7 +82,8 @@ constexpr int RANK_SHIFT = 24;          // of the addresses of a cluster's share
 
 enum Access { READS, WRITES };
 enum Check : uint32_t { RACES = 1, UNWRITTEN = 2 };  // of shared memory; both are switched by the driver
-enum Unit { TENSOR, COPY, UNITS };
+constexpr int COPIES = 8;
+enum Unit { COPY, TENSOR = COPIES, UNITS = TENSOR + MOST_THREADS / WARP_LANES };
 
 // What the driver passes.
 struct Range {
@@ -538,7 +541,7 @@ inline uint32_t map_shared(uint32_t address, int rank) {
     if (record.actor < threads * cluster) {
         std::snprintf(who, sizeof who, "thread %d", record.actor % threads);
     } else {
-        std::snprintf(who, sizeof who, unit % UNITS == TENSOR ? "a wgmma" : "an asynchronous copy");
+        std::snprintf(who, sizeof who, unit % (TENSOR + threads / WARP_LANES) >= TENSOR ? "a wgmma" : "an asynchronous copy");
     }
     fail(here, "%s shared memory at offset %u, %s by %s at %s:%d%s", what, offset, earlier, who, site.file, site.line, why);
 }
@@ -730,8 +733,8 @@ inline std::unique_ptr<Block> make_block(Cluster& cluster, int64_t index, int ra
         shuffle_lanes(warp);
     }
     for (Group& group : block->groups) group.threads.operands.resize(group.threads.threads.size());
-    for (int unit = 0; unit < UNITS; ++unit) {
-        const int component = static_cast<int>(launch.cluster) * warps + rank * UNITS + unit;
+    for (int unit = 0; unit < TENSOR + warps; ++unit) {
+        const int component = static_cast<int>(launch.cluster) * warps + rank * (TENSOR + warps) + unit;
         block->units[unit].number = component * WARP_LANES;
     }
     return block;
@@ -845,7 +848,7 @@ bool run(Launch& launch, void (*kernel)(Args)) {
     world.next_block = 0;
     world.current = nullptr;
     world.last_range = nullptr;
-    world.components = static_cast<int>(launch.cluster * (launch.threads / WARP_LANES + UNITS));
+    world.components = static_cast<int>(launch.cluster * (launch.threads / WARP_LANES * 2 + TENSOR));
     world.body = [kernel, &launch] { kernel(*static_cast<const Args*>(launch.args)); };
     if (world.scheduler_stack == nullptr) world.scheduler_stack = world.stacks.take();
     world.scheduler = context(world.scheduler_stack, 0, [] { schedule(); });

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <deque>
-#include <string>
 #include <type_traits>
 
 #include "core.h"
@@ -20,7 +19,7 @@
 
 namespace emulator {
 
-constexpr uint32_t POISON = 0x7fe17fe1;  // a NaN in float32 and, twice, in float16 and bfloat16
+constexpr uint32_t POISON = 0x7f817f81;  // NaN in all formats; signalling in float32, so that arithmetic changes it
 
 // Fences ---------------------------------------------------------------------------------------------------------
 
@@ -103,17 +102,15 @@ struct MBarrier {
     uint32_t phase = 0;
     Clock clocks[2];       // of the phases of each parity
     std::vector<Thread*> waiting[2];
-    std::string text[2];   // what those who wait wait for
+    char text[2][128];     // what those who wait wait for
     Record init;           // as shared memory remembers it
     Site here;
 
     void describe() {
         for (uint32_t parity = 0; parity < 2; ++parity) {
             if (waiting[parity].empty()) continue;
-            char line[160];
-            std::snprintf(line, sizeof line, "mbarrier_wait, parity %u, offset %u: phase %u lacks %d of %d arrivals, %lld bytes",
+            std::snprintf(text[parity], sizeof text[parity], "mbarrier_wait, parity %u, offset %u: phase %u lacks %d of %d arrivals, %lld bytes",
                           parity, offset, phase, missing, count, static_cast<long long>(bytes));
-            text[parity] = line;
         }
     }
     // Ends the phase if all has come.
@@ -190,7 +187,7 @@ inline void wait_for_barrier(uint32_t address, uint32_t parity, Site here) {
     if ((barrier.phase & 1) == parity) {
         barrier.waiting[parity].push_back(&thread());
         barrier.describe();
-        block_on(barrier.text[parity].c_str(), here);
+        block_on(barrier.text[parity], here);
     } else if (barrier.phase == 0) {
         return;  // parity 1 of a fresh barrier
     }
@@ -283,7 +280,7 @@ struct BlockCopies {
 inline void load_box(const Box& box, uint32_t barrier_address) {
     MBarrier& barrier = barrier_at(barrier_address, true, box.here);
     Block& own = block();
-    Actor copy = own.units[COPY];
+    Actor copy = own.units[COPY + barrier.offset / 8 % COPIES];
     copy.clock = thread().clock;
     const Window window = window_of(box.shared, box.bytes(), 16, WRITES, own, box.here);
     const Record mine{IN_FLIGHT, static_cast<uint16_t>(copy.number), number_of(box.here)};
@@ -562,7 +559,7 @@ inline void issue_product(const Operation& operation, float* d, uint32_t* a) {
         }
         std::copy(held.saved, held.saved + 4, product.a[t.lane]);
     }
-    if (++product.lanes == WARP_LANES) product.reader = Reader(t, block().units[TENSOR], here);
+    if (++product.lanes == WARP_LANES) product.reader = Reader(t, block().units[TENSOR + t.warp->index], here);
 }
 
 inline void fence_products() {
@@ -695,7 +692,7 @@ inline void wait_for_products(uint64_t pending, bool bfloat, Site here) {
             }
             warp.products.pop_front();
         }
-        const Actor& unit = block().units[TENSOR];
+        const Actor& unit = block().units[TENSOR + thread().warp->index];
         const uint32_t now = time_of(block(), unit)++;
         for (Thread* lane : thread().warp->lanes.threads) lane->clock.at[unit.component()] = now;
     }, here);
@@ -706,7 +703,7 @@ inline void wait_for_products(uint64_t pending, bool bfloat, Site here) {
 struct BlockRegisters {
     int free = 0;
     std::vector<int> threads;  // registers of each
-    std::string text;
+    char text[64];
 };
 
 inline void set_registers(int registers, bool more, Site here) {
@@ -721,12 +718,12 @@ inline void set_registers(int registers, bool more, Site here) {
     int& own = pool.threads[thread().index];
     if (more ? registers < own : registers > own) fail(here, "setmaxnreg from %d to %d registers", own, registers);
     auto ready = [&] {
-        pool.text = "setmaxnreg, " + std::to_string(registers - own) + " registers more, " + std::to_string(pool.free) + " are free";
+        std::snprintf(pool.text, sizeof pool.text, "setmaxnreg, %d registers more, %d are free", registers - own, pool.free);
         return registers - own <= pool.free;
     };
     int none = 0;
     collective(thread().warp->lanes, "setmaxnreg", none, [](int**) {}, here);
-    if (!ready()) wait_until(ready, pool.text.c_str(), here);
+    if (!ready()) wait_until(ready, pool.text, here);
     pool.free -= registers - own;
     own = registers;
     progress();
