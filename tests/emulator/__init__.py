@@ -114,7 +114,9 @@ class _Launch(ctypes.Structure):
     ]
 
 
-def launch(emulate, grid, threads, args, shared_bytes, memory, *, cluster=1, seed=0, checks=RACES | UNWRITTEN):
+def launch(
+    emulate, grid, threads, args, shared_bytes, memory, *, cluster=1, seed=0, checks=RACES | UNWRITTEN, most_events=10**8
+):
     """Run a launch.
 
     Parameters
@@ -135,6 +137,8 @@ def launch(emulate, grid, threads, args, shared_bytes, memory, *, cluster=1, see
         Decides the order in which warps and lanes run, and how many blocks live at once.
     checks : int
         ``RACES`` and ``UNWRITTEN``, one or both or 0.
+    most_events : int
+        A launch of more is taken for endless.
 
     Returns
     -------
@@ -148,11 +152,11 @@ def launch(emulate, grid, threads, args, shared_bytes, memory, *, cluster=1, see
     """
     ranges = _ranges(memory)
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    aligned = _aligned(len(args), 128)  # as tensor maps want it
-    aligned[:] = np.frombuffer(args, np.uint8)
+    packed = aligned(len(args), 128)  # as tensor maps want it
+    packed[:] = np.frombuffer(args, np.uint8)
     described = _Launch(
         grid=grid, threads=threads, shared_bytes=shared_bytes, cluster=cluster, seed=seed % 2**64, most_alive=4,
-        checks=checks, most_events=10**9, ranges=ranges, range_count=len(ranges), args=aligned.ctypes.data,
+        checks=checks, most_events=most_events, ranges=ranges, range_count=len(ranges), args=packed.ctypes.data,
         message=ctypes.cast(message, ctypes.c_char_p), message_bytes=_MESSAGE_BYTES,
     )  # fmt: skip
     if not emulate(ctypes.byref(described)):
@@ -160,7 +164,7 @@ def launch(emulate, grid, threads, args, shared_bytes, memory, *, cluster=1, see
     return described.events
 
 
-def _aligned(size, alignment):
+def aligned(size, alignment):
     """Bytes that begin at a multiple, filled with 0xFF: NaN in every format."""
     buffer = np.full(size + alignment, 0xFF, np.uint8)
     start = -buffer.ctypes.data % alignment
@@ -211,7 +215,7 @@ class Host:
 
     def empty(self, shape, dtype):
         """As CuPy's: aligned to 256 bytes. Filled with NaN."""
-        array = _aligned(math.prod(shape) * dtype.itemsize, 256).view(dtype).reshape(shape).view(DeviceArray)
+        array = aligned(math.prod(shape) * dtype.itemsize, 256).view(dtype).reshape(shape).view(DeviceArray)
         self.memory.append((array, True))
         return array
 

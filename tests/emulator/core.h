@@ -143,6 +143,7 @@ class Groups {
         wait(0);
     }
     bool empty() const { return open.empty() && done == actions.size(); }
+    const Action& oldest() const { return done < actions.size() ? actions[done] : open.front(); }
 
   private:
     std::vector<Action> open, actions;
@@ -682,7 +683,7 @@ inline void run_spontaneous() {
 inline void begin_thread() {
     world.body();
     Thread& t = thread();
-    if (!t.copies.empty()) fail(t.waits_at, "left the kernel with copies to shared memory in flight (after this place)");
+    if (!t.copies.empty()) fail(t.copies.oldest().here, "left the kernel with this copy in flight");
     for (auto check : world.at_exit) check();
     t.left = true;
     Block& own = *t.block;
