@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,7 +45,7 @@ class EmulatorError(RuntimeError):
 # Compiling ------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
+@cache
 def compiler():
     """Path of the C++ compiler, or None."""
     names = (os.environ.get("CXX"), "g++", "clang++")
@@ -59,7 +59,7 @@ def _output(command, **keywords):
     return done.stdout
 
 
-@lru_cache(maxsize=1)
+@cache
 def _environment():
     """All that shapes the binary but the text: the compiler, its idea of this processor, flags, headers."""
     if compiler() is None:
@@ -69,19 +69,19 @@ def _environment():
     return " ".join(_FLAGS) + macros + headers
 
 
-def cache():
+def cache_folder():
     """Folder of the compiled kernels."""
     chosen = os.environ.get("CUFLASH_EMULATOR_CACHE")
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(chosen) if chosen else Path(home) / "cuflash-emulator"
 
 
-@lru_cache(maxsize=None)
+@cache
 def build(text, entry):
     """The function that emulates launches of the kernel ``entry`` (such as "cuflash::cuflash_forward") of a text."""
     text = f"{text}\nEMULATE({entry})\n"
     name = hashlib.sha256((_environment() + text).encode()).hexdigest()[:32]
-    library = cache() / f"{name}.so"
+    library = cache_folder() / f"{name}.so"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
@@ -115,8 +115,9 @@ class _Launch(ctypes.Structure):
 
 
 def launch(
-    emulate, grid, threads, args, shared_bytes, memory, *, cluster=1, seed=0, checks=RACES | UNWRITTEN, most_events=10**8
-):
+    emulate, grid, threads, args, shared_bytes, memory, *,
+    cluster=1, seed=0, checks=RACES | UNWRITTEN, most_events=10**8,
+):  # fmt: skip
     """Run a launch.
 
     Parameters
@@ -268,6 +269,12 @@ class Emulator:
     def plan(self, problem):
         """The plan of a problem: that of arrays on a device with these limits."""
         return _plan.plan(dataclasses.replace(problem, library="cupy"), self.limits)
+
+    def prepare(self, q, k, v, **keywords):
+        """Compile the kernels that a call of `forward` takes."""
+        given = {"scale": None, "causal": False, "window": None, "return_lse": False, "out": None, "engine": None}
+        for step in self.plan(_problem.forward(q, k, v, **(given | keywords))).steps:
+            self.build(step.variant)
 
     def forward(self, q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, engine=None):
         """`cuflash.forward` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""
