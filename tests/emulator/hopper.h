@@ -70,9 +70,7 @@ struct Reader {
         const Record write = cell.write;
         const uint64_t checks = world.launch->checks;
         if (write.time & IN_FLIGHT) race("reads", offset, "written", write, here, NO_WAIT);
-        if (write.time == 0) {
-            if (checks & UNWRITTEN) fail(here, "reads shared memory at offset %u, which nothing has written", offset);
-        } else if (checks & RACES) {
+        if (write.time != 0 && (checks & RACES)) {  // what nothing has written is NaN
             const uint32_t last = write.actor == actor.number ? issued : actor.clock.at[write.actor / WARP_LANES];
             if (write.time > last) race("reads", offset, "written", write, here, NO_ORDER);
             if (write.actor < threads_of_cluster() &&

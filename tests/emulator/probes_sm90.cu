@@ -316,7 +316,7 @@ PROBE(product_11) { product_of_descriptors<1, 1>(args); }
 
 // A product of the first 64 rows in shared memory, swizzled, with themselves, and what a probe does around it.
 struct Operands {
-    uint64 tile = matrix_descriptor(shared_memory(), 16, 1024);
+    uint64 tile = matrix_descriptor(shared_memory() / 16, 16, 1024);
     float d[32] = {};
     uint32 a[4] = {};
     Operands(const Args& args, int threads = WARPGROUP) {
@@ -458,7 +458,7 @@ PROBE(descriptor_with_base_offset) {
 PROBE(product_beyond) {
     Operands o(args);
     wgmma_fence();
-    o.tile = matrix_descriptor(shared_memory() + 49 * 1024, 16, 1024);
+    o.tile = matrix_descriptor((shared_memory() + 49 * 1024) / 16, 16, 1024);
     o.ss();
     o.finish();
 }
@@ -466,7 +466,7 @@ PROBE(product_without_proxy_fence) {
     fill(args, 8192, WARPGROUP);
     sync_threads();
     float d[32];
-    const uint64 tile = matrix_descriptor(shared_memory(), 16, 1024);
+    const uint64 tile = matrix_descriptor(shared_memory() / 16, 16, 1024);
     wgmma_fence();
     Wgmma<64>::ss<0, 0>(d, tile, tile, false);
     wgmma_commit_group();
@@ -494,7 +494,7 @@ PROBE(product_of_a_stage_released_early) {  // a load is told to come before all
         return;
     }
     float d[32] = {};
-    const uint64 tile = matrix_descriptor(shared_memory(), 16, 1024);
+    const uint64 tile = matrix_descriptor(shared_memory() / 16, 16, 1024);
     mbarrier_wait(barrier(0), 0);
     wgmma_fence();
     Wgmma<64>::ss<0, 0>(d, tile, tile, false);

@@ -59,6 +59,10 @@ template <int PENDING>
 void cp_async_bulk_wait_group_read() {
     emulator::wait_for_stores(PENDING, false);
 }
+template <int PENDING>
+void cp_async_bulk_wait_group() {
+    emulator::wait_for_stores(PENDING, true);
+}
 
 inline void fence_proxy_async() { emulator::own_fences().proxy.add(); }
 
@@ -104,16 +108,24 @@ void wgmma_wait_group(Site here = HERE) {
 template <typename Registers>
 void pin(Registers&) {}
 
-inline uint64 matrix_descriptor(uint32 address, uint32 leading, uint32 stride) {
-    constexpr uint64 SWIZZLE_128 = 1ull << 62;
-    return SWIZZLE_128 | static_cast<uint64>(stride >> 4) << 32 | static_cast<uint64>(leading >> 4) << 16 |
-           (address & 0x3ffff) >> 4;
+inline uint64 matrix_descriptor(uint32 place, uint32 leading, uint32 stride) {
+    constexpr uint32 SWIZZLE_128 = 1u << 30;
+    return static_cast<uint64>(SWIZZLE_128 | stride >> 4) << 32 | (leading >> 4 << 16 | place);
 }
 
 // Arithmetic -----------------------------------------------------------------------------------------------------------
 
 inline int maximum(int a, int b, int c) { return std::max(std::max(a, b), c); }
 inline int bits_of(float x) { return static_cast<int>(emulator::bits_of_float(x)); }
-inline float rcp_approx(float x) { return 1.0f / x; }
+// One rounding, but for ties that float64 cannot tell.
+template <typename Element>
+uint32 fma_pair(Element, uint32 a, uint32 b, uint32 c) {
+    double sums[2];
+    for (int half = 0; half < 2; ++half) {
+        auto part = [half](uint32 pair) { return to_float(Element{static_cast<unsigned short>(pair >> 16 * half)}); };
+        sums[half] = static_cast<double>(part(a)) * part(b) + part(c);
+    }
+    return cvt_pair(Element{}, static_cast<float>(sums[0]), static_cast<float>(sums[1]));
+}
 
 }  // namespace cuflash

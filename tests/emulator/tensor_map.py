@@ -29,7 +29,7 @@ MAGIC = 0x70A3D3A9
 assert EMULATED.itemsize == 128
 
 
-def encode(base, itemsize, dims, strides, box, swizzle):
+def encode(base, itemsize, dims, strides, box, swizzle=128):
     """The emulated map, as 128 bytes.
 
     Parameters
@@ -52,7 +52,7 @@ def encode(base, itemsize, dims, strides, box, swizzle):
     return packed.tobytes()
 
 
-def encode_by_driver(base, itemsize, dims, strides, box, swizzle):
+def encode_by_driver(base, itemsize, dims, strides, box, swizzle=128):
     """The map of ``cuTensorMapEncodeTiled``, as 128 bytes; arguments as for ``encode``."""
     base, dims, strides, box = _checked(base, itemsize, dims, strides, box, swizzle)
     storage = np.zeros(128 + 128, np.uint8)

@@ -45,10 +45,10 @@ __device__ __forceinline__ void consume(const Args& args, uint32 shared) {
     float scores[TILE_K / 2], out[VALUE_DIM / 2];
     uint32 weights[TILE_K / 16][4];
     const int lane = lane_index(), warp = warp_index();
-    const uint64 q = Queries::rows_descriptor(shared + QUERIES);
+    const uint64 q = Queries::rows_descriptor((shared + QUERIES) / 16);
 
     auto multiply_keys = [&](int stage) {
-        const uint64 k = Keys::rows_descriptor(shared + KEYS + stage * Keys::BYTES);
+        const uint64 k = Keys::rows_descriptor((shared + KEYS + stage * Keys::BYTES) / 16);
         pin(scores);
         wgmma_fence();
 #pragma unroll
@@ -58,8 +58,8 @@ __device__ __forceinline__ void consume(const Args& args, uint32 shared) {
         wgmma_commit_group();
     };
     auto multiply_values = [&](int stage, bool accumulate) {
-        const uint64 v = Values::columns_descriptor(shared + VALUES + stage * Values::BYTES);
-        const uint64 p = Weights::rows_descriptor(shared + WEIGHTS);
+        const uint64 v = Values::columns_descriptor((shared + VALUES + stage * Values::BYTES) / 16);
+        const uint64 p = Weights::rows_descriptor((shared + WEIGHTS) / 16);
         pin(out);
         pin(weights);
         wgmma_fence();

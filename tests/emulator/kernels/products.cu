@@ -34,7 +34,7 @@ struct Operand {
         if (TRANSPOSED) address += step * 16 * SPAN;
         else address += step * 32 / SPAN * PANEL_BYTES + step * 32 % SPAN;
         bool across_is_stride = SPAN == 16 && TRANSPOSED;
-        uint64 plain = matrix_descriptor(address, across_is_stride ? down : across, across_is_stride ? across : down);
+        uint64 plain = matrix_descriptor(address / 16, across_is_stride ? down : across, across_is_stride ? across : down);
         return plain << 2 >> 2 | SWIZZLE << 62;
     }
 };

@@ -52,8 +52,8 @@ __device__ __forceinline__ void consume(const Args& args, uint32 shared, int con
 #pragma unroll 1
     for (int t = 0; t < args.tiles; ++t, place.advance()) {
         mbarrier_wait(shared + FULL + 8 * place.stage, place.parity);
-        const uint64 a = A::rows_descriptor(shared + A_START + place.stage * A::BYTES + consumer * 64 * 128);
-        const uint64 b = B::columns_descriptor(shared + B_START + place.stage * B::BYTES);
+        const uint64 a = A::rows_descriptor((shared + A_START + place.stage * A::BYTES + consumer * 64 * 128) / 16);
+        const uint64 b = B::columns_descriptor((shared + B_START + place.stage * B::BYTES) / 16);
         pin(d);
         wgmma_fence();
 #pragma unroll
