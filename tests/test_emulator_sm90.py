@@ -2,6 +2,7 @@
 kernels whose results on a GPU are kept in ``emulator/expected``."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 
 import ml_dtypes
@@ -194,7 +195,7 @@ def place(row, k, span, transposed, leading, stride):
 
 
 def operand(tile, rows, span, transposed, leading, stride, start):
-    """The operand (rows x 16) that a descriptor finds in shared memory, and the descriptor but for the memory's start."""
+    """The operand (rows x 16) that a descriptor finds in shared memory, and the descriptor, as from address 0."""
     row, k = np.ogrid[:rows, :16]
     byte = start + place(row, k, span, transposed, leading, stride)
     code = {0: 0, 128: 1, 64: 2, 32: 3}[span]
@@ -209,13 +210,15 @@ def test_products(probes, element, transposed, span):
     """Descriptors of all kinds: K along rows and across them, steps along the tile, panels next to one another."""
     tile = np.random.default_rng(span).integers(-4, 5, 16384).astype(ELEMENTS[element])
     pattern = 8 * (span or 16)
-    for seed, (leading, stride, step) in enumerate([(4096, pattern, 0), (8192, 2 * pattern, 16), (2048, pattern, 1024)]):
+    for seed, step in enumerate((0, 16, 1024)):
+        leading, stride = 2048 << seed, pattern << seed % 2
         if step == 16 and (span in (0, 32) or any(transposed)):
             step = 0  # no whole chunk of K left in the row
         a, word_a = operand(tile, 64, span, transposed[0], leading, stride, 2 * step)
         b, word_b = operand(tile, 24, span, transposed[1], leading, stride, step)
         given = np.concatenate([tile.view(np.uint8), np.array([word_a, word_b], np.uint64).view(np.uint8)])
-        got = probes(element)(f"product_{transposed[0]}{transposed[1]}", given, np.float32, 64 * 24, threads=128, seed=seed)
+        name = f"product_{transposed[0]}{transposed[1]}"
+        got = probes(element)(name, given, np.float32, 64 * 24, threads=128, seed=seed)
         thread, i = np.ogrid[:128, :12]
         row = thread // 32 * 16 + thread % 32 // 4 + i // 2 % 2 * 8
         column = i // 4 * 8 + thread % 4 * 2 + i % 2
@@ -258,7 +261,7 @@ RULES = {
     # Tensor copies
     "load_not_waited_for": (32, "reads shared memory at offset 128, written by an asynchronous copy .*not been waited"),
     "load_waited_for_by_another": (32, "reads shared memory at offset 128, written by an asynchronous copy"),
-    "load_over_what_is_read": (64, "(writes|reads) shared memory at offset \\d+, (read by thread|written by an asynchronous copy)"),
+    "load_over_what_is_read": (64, "(writes|reads) shared memory .*, (read by thread|written by an asynchronous copy)"),
     "load_of_more_than_announced": (32, "brings 4096 bytes more to the barrier at offset 49152 than were announced"),
     "load_of_less_than_announced": (32, "deadlock.* lacks 0 of 1 arrivals, 64 bytes"),
     "load_of_half_that_is_announced": (32, "written by an asynchronous copy .*has not been waited for"),
@@ -273,11 +276,11 @@ RULES = {
     "store_not_waited_for": (32, "left the kernel while this store reads shared memory"),
     "store_not_committed": (32, "a store that no group was committed for"),
     # Products
-    "product_without_fence": (128, "an accumulator goes to a product without a wgmma_fence since the last wait, or at all"),
+    "product_without_fence": (128, "an accumulator .* without a wgmma_fence since the last wait, or at all"),
     "second_product_without_fence": (128, "an accumulator .* without a wgmma_fence since it came back from the last"),
     "accumulator_written_after_the_fence": (128, "an accumulator was written between the wgmma_fence and the product"),
-    "accumulator_written_in_flight": (128, "an accumulator of lane \\d+, given to the product .* was written before this wait"),
-    "operand_written_in_flight": (128, "an A operand of lane \\d+, given to the product .* was written before this wait"),
+    "accumulator_written_in_flight": (128, "an accumulator of lane \\d+, given .* was written before this wait"),
+    "operand_written_in_flight": (128, "an A operand of lane \\d+, given .* was written before this wait"),
     "product_not_waited_for": (128, "left the kernel without a wait for this product"),
     "product_not_committed": (128, "left the kernel without a wait for this product"),
     "product_of_three_warps": (128, "not all warps of the warpgroup have executed this product: 1, 1, 0 and 1"),
@@ -307,3 +310,89 @@ def test_rules(emulator, probe, name):
             probe(name, threads=threads, seed=seed)
         assert re.search(message, str(error.value), re.DOTALL), str(error.value)
         assert "probes_sm90.cu" in str(error.value) or "deadlock" in str(error.value)
+
+
+# Small kernels --------------------------------------------------------------------------------------------------
+
+
+def chosen():
+    """One case of each kind: every form of a product, and the kernels that pass tiles on."""
+    from emulator.kernels import run
+
+    names = {
+        "product-bfloat16-K-K-n16-k128-span128", "product-bfloat16-K-MN-n96-k128-span128",
+        "product-bfloat16-registers-K-n128-k128-span128", "product-bfloat16-registers-MN-n256-k64-span128",
+        "product-bfloat16-MN-MN-n128-k128-span128", "product-bfloat16-K-K-n64-k96-span32",
+        "product-bfloat16-MN-MN-n96-k64-span64", "product-float16-registers-MN-n128-k64-span128",
+    }  # fmt: skip
+    cases = [case for case in run.cases() if case.name in names or case.kernel != "products"]
+    assert names <= {case.name for case in cases}
+    return [*cases, run.repeated()]
+
+
+def compiled(function, items):
+    """What the function, which compiles, returns for each item; two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(function, items))
+
+
+@pytest.fixture(scope="module")
+def built(emulator):
+    """The chosen cases, compiled beforehand."""
+    compiled(lambda case: emulator.build(case.text(str(emulator.HERE)), f"cuflash::{case.kernel}"), chosen())
+
+
+@pytest.mark.parametrize("case", chosen(), ids=lambda case: case.name)
+def test_small_kernels(emulator, built, case):
+    """The emulator, NumPy and, where a GPU has run it, the GPU agree."""
+    from emulator.kernels import run
+
+    kept = np.load(run.EXPECTED) if run.EXPECTED.is_file() else {}
+    for seed in range(4):
+        for name, result in run.emulate(case, seed).items():
+            assert np.array_equal(result, case.results[name])
+            assert f"{case.name}/{name}" not in kept or np.array_equal(result, kept[f"{case.name}/{name}"])
+
+
+def test_small_kernels_compile_for_a_gpu(nvrtc):
+    from emulator.kernels import run
+
+    for case in (*run.cases(), run.repeated()):
+        log = run.compile_log(case)
+        assert not re.search("C7[56]|warning|[1-9]\\d* bytes spill", log), log
+
+
+# Mutations ------------------------------------------------------------------------------------------------------
+
+
+def mutations():
+    from emulator.mutations_sm90 import MUTATIONS
+
+    return MUTATIONS
+
+
+@pytest.fixture(scope="module")
+def mutated(emulator):
+    """The texts of all mutations by name, compiled beforehand, and what is said of the cases as they are."""
+    from emulator.mutations_sm90 import caught
+
+    def text(mutation):
+        wrong = mutation.text()
+        emulator.build(wrong, f"cuflash::{mutation.case.kernel}")
+        return wrong
+
+    texts = compiled(text, mutations())
+    cases = {id(mutation.case): mutation.case for mutation in mutations()}
+    unmutated = {key: caught(case) for key, case in cases.items()}
+    return dict(zip((mutation.name for mutation in mutations()), texts, strict=True)), unmutated
+
+
+@pytest.mark.parametrize("mutation", mutations(), ids=lambda mutation: mutation.name)
+def test_mutation_is_caught(mutated, mutation, record_property):
+    from emulator.mutations_sm90 import caught
+
+    texts, unmutated = mutated
+    said = caught(mutation.case, texts[mutation.name])
+    record_property("caught by", said)
+    assert said, "nothing noticed"
+    assert unmutated[id(mutation.case)] is None

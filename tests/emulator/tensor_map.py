@@ -61,8 +61,8 @@ def encode_by_driver(base, itemsize, dims, strides, box, swizzle=128):
     uint64, uint32 = ctypes.c_uint64, ctypes.c_uint32
     data_type = {1: 0, 2: 1, 4: 2, 8: 4}[itemsize]  # unsigned integers: bits are copied as they are
     result = _encode_tiled()(
-        packed.ctypes.data, data_type, AXES, base, (uint64 * AXES)(*dims), (uint64 * 4)(*strides), (uint32 * AXES)(*box),
-        (uint32 * AXES)(*[1] * AXES), 0, SWIZZLES[swizzle], 3, 0,
+        packed.ctypes.data, data_type, AXES, base, (uint64 * AXES)(*dims), (uint64 * 4)(*strides),
+        (uint32 * AXES)(*box), (uint32 * AXES)(*[1] * AXES), 0, SWIZZLES[swizzle], 3, 0,
     )  # fmt: skip
     if result != 0:
         raise ValueError(f"cuTensorMapEncodeTiled: CUresult {result} for dims {dims}, strides {strides}, box {box}")

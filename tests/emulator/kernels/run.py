@@ -21,8 +21,9 @@ HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":
     sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[2])]  # for `emulator` and `cuflash`
 
-from cuflash import _variant, _wgmma  # noqa: E402
 from emulator.tensor_map import encode, encode_by_driver  # noqa: E402
+
+from cuflash import _variant, _wgmma  # noqa: E402
 
 EXPECTED = HERE.parent / "expected" / "sm90.npz"
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -118,8 +119,8 @@ def product(n, k, *, registers=False, transpose_a=False, transpose_b=False, elem
         {"N": n, "K": k, "A_IN_REGISTERS": registers, "TRANSPOSE_A": transpose_a, "TRANSPOSE_B": transpose_b,
          "SPAN": span, "SHARED_BYTES": size(stored_a) + size(stored_b) + 8},
         (n,), 128,
-        {"a": _matrix("a", stored_a, width, len(stored_a), swizzle), "b": _matrix("b", stored_b, width, len(stored_b), swizzle),
-         "out": "out"},
+        {"a": _matrix("a", stored_a, width, len(stored_a), swizzle),
+         "b": _matrix("b", stored_b, width, len(stored_b), swizzle), "out": "out"},
         {"a": stored_a, "b": stored_b, "out": np.full((64, n), np.nan, np.float32)},
         {"out": a.astype(np.float32) @ b.astype(np.float32)},
     )  # fmt: skip
@@ -189,18 +190,19 @@ def tiles(rows=70, heads=4, columns=64, batches=2, *, pack=2, rows_out=None, rep
     there[:, :rows, :, :columns] = source
     expected = out.copy()
     expected[:, :rows_out] = there[:, :rows_out, :, :columns]
-    order = np.arange(count)
-    image = [
-        swizzled(there[t // groups % batches, t // groups // batches * step :][:step, t % groups * pack :][:, :pack].reshape(64, 64))
-        for t in order
-    ]
-    there_box = (64, pack, step, 1, 1)
+    image = []
+    for t in range(count):
+        block, batch, group = t // groups // batches, t // groups % batches, t % groups
+        tile = there[batch, block * step : (block + 1) * step, group * pack : (group + 1) * pack]
+        image.append(swizzled(tile.reshape(64, 64)))
+    box = (64, pack, step, 1, 1)
     return Case(
-        f"tiles-rows{rows}-heads{heads}-columns{columns}-pack{pack}-out{rows_out}{'-repeat' * repeat}", "tiles", element,
+        f"tiles-rows{rows}-heads{heads}-columns{columns}-pack{pack}-out{rows_out}{'-repeat' * repeat}",
+        "tiles", element,
         {"PACK": pack, "BATCHES": batches, "SHARED_BYTES": 3 * 8192 + 8},
         (), 128,
-        {"in": Map("in", (columns, heads, rows, batches, 1), (*strides[:2], 0 if repeat else strides[2], 16), there_box),
-         "out": Map("out", (columns, heads, rows_out, batches, 1), (*strides, 16), there_box),
+        {"in": Map("in", (columns, heads, rows, batches, 1), (*strides[:2], 0 if repeat else strides[2], 16), box),
+         "out": Map("out", (columns, heads, rows_out, batches, 1), (*strides, 16), box),
          "image": "image", "tiles": count, "heads": heads},
         {"in": source, "out": out, "image": np.zeros((count, 8192), np.uint8)},
         {"out": expected, "image": np.stack(image)},
@@ -303,7 +305,8 @@ def main():
     parser.add_argument("only", nargs="*", help="parts of names")
     options = parser.parse_args()
     kept, bad = {}, 0
-    chosen = [case for case in (*cases(), repeated()) if not options.only or any(word in case.name for word in options.only)]
+    words = options.only or [""]
+    chosen = [case for case in (*cases(), repeated()) if any(word in case.name for word in words)]
     for case in chosen:
         start = time.perf_counter()
         try:
@@ -324,7 +327,8 @@ def main():
         except (RuntimeError, ValueError) as error:
             wrong = [f"{type(error).__name__}: {error}"]
         bad += bool(wrong)
-        print(f"{'FAIL' if wrong else 'ok  '} {time.perf_counter() - start:6.2f} s  {case.name} {' '.join(wrong)}", flush=True)
+        seconds = time.perf_counter() - start
+        print(f"{'FAIL' if wrong else 'ok  '} {seconds:6.2f} s  {case.name} {' '.join(wrong)}", flush=True)
     if options.write:
         Path(options.write).parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(options.write, **kept)
