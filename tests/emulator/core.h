@@ -554,12 +554,13 @@ inline bool ordered(const Record& record, const Actor& actor) {
     return record.actor == actor.number || record.time <= actor.clock.at[record.actor / WARP_LANES];
 }
 
-inline char* read_shared(uint32_t address, uint32_t bytes, uint32_t align, Actor& actor, Block& own, Site here) {
+inline char* read_shared(uint32_t address, uint32_t bytes, uint32_t align, Actor& actor, Block& own, Site here,
+                         uint64_t wanted = RACES | UNWRITTEN) {
     const Window window = window_of(address, bytes, align, READS, own, here);
     const Record mine{time_of(own, actor), static_cast<uint16_t>(actor.number), number_of(here)};
     Cell* cell = &window.block->cells[window.offset / 4];
     Cell* const end = &window.block->cells[0] + (window.offset + bytes + 3) / 4;
-    const uint64_t checks = world.launch->checks;
+    const uint64_t checks = world.launch->checks & wanted;
     for (; cell < end; ++cell) {
         const uint32_t offset = static_cast<uint32_t>(cell - &window.block->cells[0]) * 4;
         if (cell->write.time & IN_FLIGHT) race("reads", offset, "written", cell->write, here, NO_WAIT);

@@ -119,6 +119,7 @@ void cp_async_wait_group() {
     emulator::thread().copies.wait(PENDING);
 }
 
+// Matrices are of whole tiles, some rows of which may have no use: what nothing has written is NaN and no mistake.
 struct LdMatrix {
     uint32 (&r)[4];
     uint32 address;
@@ -130,7 +131,8 @@ inline void ldmatrix(const char* what, uint32 (&r)[4], uint32 address, bool tran
         unsigned short rows[4][8][8];
         for (int lane = 0; lane < WARP; ++lane) {
             emulator::Thread& reader = *emulator::thread().warp->lanes.threads[lane];
-            std::memcpy(rows[lane / 8][lane % 8], emulator::read_shared(lanes[lane]->address, 16, 16, reader, block, here), 16);
+            const char* row = emulator::read_shared(lanes[lane]->address, 16, 16, reader, block, here, emulator::RACES);
+            std::memcpy(rows[lane / 8][lane % 8], row, 16);
         }
         for (int lane = 0; lane < WARP; ++lane) {
             const int g = lane / 4, t = lane % 4 * 2;
