@@ -37,6 +37,7 @@ _MESSAGE_BYTES = 1 << 14
 _FLAGS = (
     "-std=c++17", "-O2", "-g1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared",
     "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas",
+    *os.environ.get("CUFLASH_EMULATOR_FLAGS", "").split(),  # to debug: -O0 -g, -fsanitize=undefined
 )  # fmt: skip
 
 
