@@ -14,6 +14,7 @@ settings.register_profile("cuflash", deadline=None, derandomize=bool(os.environ.
 settings.load_profile("cuflash")
 
 NO_GPU = "needs an NVIDIA GPU of sm_80 or newer and CuPy; none is here"
+NO_COMPILER = "needs a C++ compiler to emulate the kernels: g++ or clang++, or CXX naming one; none is here"
 
 
 class Engine(str):
@@ -58,7 +59,7 @@ def emulator():
     import emulator
 
     if emulator.compiler() is None:
-        pytest.skip(emulator.NO_COMPILER)
+        pytest.skip(NO_COMPILER)
     return emulator
 
 
@@ -88,10 +89,11 @@ def xp(engine):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Skips for want of a GPU are one line of the summary, and failures with CUFLASH_REQUIRE_GPU=1."""
+    """Skips for want of a GPU or compiler are a line each of the summary; of a GPU, failures with CUFLASH_REQUIRE_GPU=1."""
     report = yield
-    if report.skipped and NO_GPU in str(report.longrepr):
-        report.longrepr = (__file__, None, f"Skipped: {NO_GPU}")
-        if os.environ.get("CUFLASH_REQUIRE_GPU") == "1":
+    wanted = next((what for what in (NO_GPU, NO_COMPILER) if report.skipped and what in str(report.longrepr)), None)
+    if wanted:
+        report.longrepr = (__file__, None, f"Skipped: {wanted}")
+        if wanted == NO_GPU and os.environ.get("CUFLASH_REQUIRE_GPU") == "1":
             report.outcome, report.longrepr = "failed", f"CUFLASH_REQUIRE_GPU=1, but the test {NO_GPU}"
     return report

@@ -30,7 +30,6 @@ from . import tensor_map
 HERE = Path(__file__).resolve().parent
 RACES, UNWRITTEN = 1, 2  # checks of shared memory
 LIMITS = _plan.KNOWN[9, 0]
-NO_COMPILER = "needs a C++ compiler to emulate the kernels: g++ or clang++, or CXX naming one; none is here"
 _MESSAGE_BYTES = 1 << 14
 
 # Products are not fused with sums: what the compiler of a GPU may or may not do, none of them relies on.
@@ -66,7 +65,7 @@ def _output(command, **keywords):
 def _environment():
     """All that shapes the binary but the text: the compiler, its idea of this processor, flags, headers."""
     if compiler() is None:
-        raise RuntimeError(f"the emulator {NO_COMPILER}")
+        raise RuntimeError("the emulator needs a C++ compiler: g++ or clang++, or CXX naming one; none is here")
     macros = _output([compiler(), *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
     headers = "".join(path.read_text(encoding="utf-8") for path in sorted(HERE.glob("*.h")))
     return " ".join(_FLAGS) + macros + headers
