@@ -154,7 +154,7 @@ def variants(limits):
     found = {
         forward_variant(dtype, mask, *pair, limits): None for dtype in ELEMENTS for mask in masks for pair in pairs
     }
-    if _not_hopper(limits) is None:
+    if not_hopper(limits) is None:
         found |= {
             hopper_variant(dtype, mask, *dims): None
             for dtype in ("float16", "bfloat16")
@@ -258,7 +258,7 @@ def plan(problem, limits):
     """Choose engine, variant, copies and launches for a problem. ``limits`` is None where there is no GPU."""
     if problem.library == "numpy":
         return Plan("numpy", "the arrays are NumPy's")
-    obstacle = _not_hopper(limits) or _not_for_hopper(problem)
+    obstacle = not_hopper(limits) or _not_for_hopper(problem)
     if problem.engine == "sm90" and obstacle:
         raise ValueError(f"forward: engine is 'sm90', but {obstacle}; wanted 'portable' or None")
     if problem.engine == "portable":
@@ -268,7 +268,7 @@ def plan(problem, limits):
     return _hopper_forward(problem, limits, "asked for" if problem.engine else f"Hopper's own, here {limits}")
 
 
-def _not_hopper(limits):
+def not_hopper(limits):
     """Why the sm90 engine does not run on a device, or None."""
     if limits.capability != (9, 0):
         return "wgmma is sm_90's alone"

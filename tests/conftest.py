@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from cuflash import _compile
+import cuflash
+from cuflash import _compile, _launch, _plan, testing
 
 # A first example may contain a compilation, so no deadline. Where CI is set, every run draws the same examples.
 settings.register_profile("cuflash", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("cuflash")
 
 NO_GPU = "needs an NVIDIA GPU of sm_80 or newer and CuPy; none is here"
+NO_HOPPER = "needs a GPU of sm_90 and NVRTC 12.9 or newer; the one here: "
+NO_COMPILER = "needs a C++ compiler to emulate the kernels: g++ or clang++, or CXX naming one; none is here"
 
 
 class Engine(str):
@@ -51,10 +54,39 @@ def nvrtc():
         pytest.skip(f"needs CuPy with NVRTC: pip install -e '.[cuda13]' ({error})")
 
 
-@pytest.fixture(scope="module", params=["numpy", "portable"])
+@pytest.fixture(scope="session")
+def emulator():
+    """The module that emulates the kernels, where a C++ compiler is; else the test is skipped."""
+    import emulator
+
+    if emulator.compiler() is None:
+        pytest.skip(NO_COMPILER)
+    return emulator
+
+
+@pytest.fixture(scope="module", params=["numpy", "portable", "sm90"])
 def engine(request):
-    """Each engine: its name, with ``name`` and ``xp`` as attributes."""
-    return Engine(request.param, np if request.param == "numpy" else request.getfixturevalue("gpu"))
+    """Each engine: its name, with ``name`` and ``xp`` as attributes.
+
+    On a GPU `cuflash.forward` then takes "portable" for default, or, for "sm90", what the plan chooses on Hopper. A
+    module may also ask for "emulated portable" and "emulated sm90": the kernels of either, run on NumPy arrays.
+    """
+    name = request.param.removeprefix("emulated ")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            yield Engine("numpy", np)
+        elif name != request.param:
+            emulator = request.getfixturevalue("emulator")
+            patch.setattr(cuflash, "forward", lambda *q, **given: emulator.Emulator(engine=name).forward(*q, **given))
+            patch.setattr(testing, "_path", lambda path, array: path or f"portable {array.dtype.name}")
+            yield Engine("emulated", np)
+        else:
+            gpu, forward = request.getfixturevalue("gpu"), cuflash.forward
+            if name == "portable":
+                patch.setattr(cuflash, "forward", lambda *q, **given: forward(*q, **({"engine": "portable"} | given)))
+            elif obstacle := _plan.not_hopper(_launch.limits(0)):
+                pytest.skip(NO_HOPPER + obstacle)
+            yield Engine(name, gpu)
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +97,11 @@ def xp(engine):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Skips for want of a GPU are one line of the summary, and failures with CUFLASH_REQUIRE_GPU=1."""
+    """Skips for want of a GPU or compiler are a line each of the summary; of a GPU, failures with CUFLASH_REQUIRE_GPU=1."""
     report = yield
-    if report.skipped and NO_GPU in str(report.longrepr):
-        report.longrepr = (__file__, None, f"Skipped: {NO_GPU}")
-        if os.environ.get("CUFLASH_REQUIRE_GPU") == "1":
+    wanted = next((what for what in (NO_GPU, NO_COMPILER) if report.skipped and what in str(report.longrepr)), None)
+    if wanted:
+        report.longrepr = (__file__, None, f"Skipped: {wanted}")
+        if wanted == NO_GPU and os.environ.get("CUFLASH_REQUIRE_GPU") == "1":
             report.outcome, report.longrepr = "failed", f"CUFLASH_REQUIRE_GPU=1, but the test {NO_GPU}"
     return report

@@ -7,6 +7,9 @@ import pytest
 import cuflash
 from cuflash import reference, testing
 
+ENGINES = ["numpy", "emulated portable", "emulated sm90", "portable", "sm90"]
+pytestmark = pytest.mark.parametrize("engine", ENGINES, indirect=True, scope="module")
+
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 
 
@@ -36,7 +39,10 @@ def close(q, k, v, **keywords):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("check", testing.forward_checks, ids=lambda check: check.__name__)
 def test_property(engine, check, dtype):
-    size = {"examples": 25, "max_length": 130, "max_head_dim": 130} if engine.name == "numpy" else {"examples": 60}
+    size = {
+        "numpy": {"examples": 25, "max_length": 130, "max_head_dim": 130},
+        "emulated": {"examples": 5, "max_length": 130, "max_head_dim": 64},  # test_emulated_forward.py draws more
+    }.get(engine.name, {"examples": 60})
     testing.fuzz(check, cuflash.forward, xp=engine.xp, dtypes=[dtype], **size)
 
 
@@ -126,6 +132,8 @@ def test_lse_only_when_asked_for(engine):
 
 
 def test_engine_by_name(engine):
+    if engine.name == "emulated":
+        pytest.skip("the emulator is no engine that a user can name")
     arrays = draw(engine, (1, 4, 8), (1, 4, 8), (1, 4, 8))
     assert same(cuflash.forward(*arrays, engine=engine.name), cuflash.forward(*arrays))
     assert cuflash.explain("forward", *arrays).engine == engine.name
@@ -257,7 +265,7 @@ def test_foreign_arrays_by_dlpack(engine):
 
 
 def test_foreign_arrays_by_cuda_array_interface(engine):
-    if engine.name == "numpy":
+    if engine.xp is np:
         pytest.skip("NumPy arrays are not on a CUDA device")
     arrays = draw(engine, (1, 20, 8), (1, 20, 8), (1, 20, 8), dtype="float16")
     out = cuflash.forward(*(foreign(x, "__cuda_array_interface__") for x in arrays))

@@ -1,0 +1,302 @@
+"""Run the kernels where no GPU is: their text, compiled by the system's C++ compiler against an emulation of CUDA.
+
+    from emulator import Emulator
+    out = Emulator(seed=1).forward(q, k, v, causal=True)      # NumPy arrays, the GPU's plan, kernels/*.cu
+
+README.md beside this file says what is modelled and what is not. Errors of the kernels are `EmulatorError`: place in
+``kernels/``, block and thread, and what went wrong.
+"""
+
+import ctypes
+import dataclasses
+import hashlib
+import math
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from cuflash import _launch, _plan, _problem
+
+from . import tensor_map
+
+HERE = Path(__file__).resolve().parent
+RACES, UNWRITTEN = 1, 2  # checks of shared memory
+LIMITS = _plan.KNOWN[9, 0]
+_MESSAGE_BYTES = 1 << 14
+
+# Products are not fused with sums: what the compiler of a GPU may or may not do, none of them relies on.
+_FLAGS = (
+    "-std=c++17", "-O2", "-g1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared",
+    "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas",
+    *os.environ.get("CUFLASH_EMULATOR_FLAGS", "").split(),  # to debug: -O0 -g, -fsanitize=undefined
+)  # fmt: skip
+
+
+class EmulatorError(RuntimeError):
+    """A kernel broke a rule of CUDA's execution model."""
+
+
+# Compiling ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def compiler():
+    """Path of the C++ compiler, or None."""
+    names = (os.environ.get("CXX"), "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def _output(command, **keywords):
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **keywords)
+    if done.returncode:
+        raise RuntimeError(f"the emulator did not compile:\n{done.stderr}")
+    return done.stdout
+
+
+@cache
+def _environment():
+    """All that shapes the binary but the text: the compiler, its idea of this processor, flags, headers."""
+    if compiler() is None:
+        raise RuntimeError("the emulator needs a C++ compiler: g++ or clang++, or CXX naming one; none is here")
+    macros = _output([compiler(), *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
+    headers = "".join(path.read_text(encoding="utf-8") for path in sorted(HERE.glob("*.h")))
+    return " ".join(_FLAGS) + macros + headers
+
+
+def cache_folder():
+    """Folder of the compiled kernels."""
+    chosen = os.environ.get("CUFLASH_EMULATOR_CACHE")
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(chosen) if chosen else Path(home) / "cuflash-emulator"
+
+
+@cache
+def build(text, entry):
+    """The function that emulates launches of the kernel ``entry`` (such as "cuflash::cuflash_forward") of a text."""
+    text = f"{text}\nEMULATE({entry})\n"
+    name = hashlib.sha256((_environment() + text).encode()).hexdigest()[:32]
+    library = cache_folder() / f"{name}.so"
+    if not library.is_file():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            source, made = library.with_suffix(".cpp"), Path(scratch) / library.name
+            source.write_text(text, encoding="utf-8")
+            _output([compiler(), *_FLAGS, f"-I{HERE}", "-o", str(made), str(source)], cwd=HERE.parent.parent)
+            made.replace(library)
+    emulate = ctypes.PyDLL(str(library)).emulate  # PyDLL: one launch at a time, for threads share the library's state
+    emulate.restype = ctypes.c_bool
+    return emulate
+
+
+# Launching ------------------------------------------------------------------------------------------------------
+
+
+class _Range(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("begin", "end", "writable")]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in "grid threads shared_bytes cluster seed most_alive checks".split()),
+        ("most_events", ctypes.c_uint64),
+        ("ranges", ctypes.POINTER(_Range)),
+        ("range_count", ctypes.c_uint64),
+        ("args", ctypes.c_void_p),
+        ("message", ctypes.c_char_p),
+        ("message_bytes", ctypes.c_uint64),
+        ("events", ctypes.c_uint64),
+    ]
+
+
+def launch(
+    emulate, grid, threads, args, shared_bytes, memory, *,
+    cluster=1, seed=0, checks=RACES | UNWRITTEN, most_events=10**8,
+):  # fmt: skip
+    """Run a launch.
+
+    Parameters
+    ----------
+    emulate : function
+        From `build`.
+    grid, threads : int
+        Blocks, and threads of each: whole warps.
+    args : bytes
+        The kernel's struct of arguments.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    memory : sequence of (array, bool)
+        The arrays that the kernel may read and, where the second is true, write.
+    cluster : int
+        Blocks of a cluster.
+    seed : int
+        Decides the order in which warps and lanes run, and how many blocks live at once.
+    checks : int
+        ``RACES`` and ``UNWRITTEN``, one or both or 0.
+    most_events : int
+        A launch of more is taken for endless.
+
+    Returns
+    -------
+    int
+        How many events there were: stores, collectives, barriers.
+
+    Raises
+    ------
+    EmulatorError
+        Where the kernel breaks a rule.
+    """
+    ranges = _ranges(memory)
+    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+    packed = aligned(len(args), 128)  # as tensor maps want it
+    packed[:] = np.frombuffer(args, np.uint8)
+    described = _Launch(
+        grid=grid, threads=threads, shared_bytes=shared_bytes, cluster=cluster, seed=seed % 2**64, most_alive=4,
+        checks=checks, most_events=most_events, ranges=ranges, range_count=len(ranges), args=packed.ctypes.data,
+        message=ctypes.cast(message, ctypes.c_char_p), message_bytes=_MESSAGE_BYTES,
+    )  # fmt: skip
+    if not emulate(ctypes.byref(described)):
+        raise EmulatorError(message.value.decode(errors="replace"))
+    return described.events
+
+
+def aligned(size, alignment):
+    """Bytes that begin at a multiple, filled with 0xFF: NaN in every format."""
+    buffer = np.full(size + alignment, 0xFF, np.uint8)
+    start = -buffer.ctypes.data % alignment
+    return buffer[start : start + size]
+
+
+def _ranges(memory):
+    """The arrays' bytes as ranges in order, those that overlap joined."""
+    joined = []
+    bounds = (np.lib.array_utils.byte_bounds(array) for array, _ in memory if array.size)
+    writable = (may for array, may in memory if array.size)
+    for (begin, end), may in sorted(zip(bounds, writable, strict=True)):
+        if joined and begin < joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1]), may or joined[-1][2]
+        else:
+            joined.append((begin, end, may))
+    return (_Range * len(joined))(*joined)
+
+
+# The functions of cuflash ---------------------------------------------------------------------------------------
+
+
+class DeviceArray(np.ndarray):
+    """An array of the host that looks to a prepared call as one of CuPy."""
+
+    @property
+    def data(self):
+        """Holder of the address."""
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+class Host:
+    """What a prepared call takes from CuPy (``_launch._CuPy``), on the host."""
+
+    with_device = nullcontext
+
+    def __init__(self, emulator):
+        self.emulator, self.memory = emulator, []
+
+    def current_device(self):
+        return None
+
+    def ticket(self, device):
+        """Address of an int32 that is 0."""
+        array = self.empty((1,), np.dtype(np.int32))
+        array[0] = 0
+        return array.data.ptr
+
+    tensor_map = staticmethod(tensor_map.encode)
+
+    def multiply(self, array, factor, out, dtype):
+        np.multiply(array, dtype.type(factor), out=out)
+
+    def is_capturing(self):
+        return False
+
+    def empty(self, shape, dtype):
+        """As CuPy's: aligned to 256 bytes. Filled with NaN."""
+        array = aligned(math.prod(shape) * dtype.itemsize, 256).view(dtype).reshape(shape).view(DeviceArray)
+        self.memory.append((array, True))
+        return array
+
+    def load(self, variant, device):
+        """The emulated kernel, to be called as a CuPy kernel is."""
+        emulate = self.emulator.build(variant)
+
+        def kernel(grid, threads, arguments, shared_mem):
+            (args,) = arguments
+            self.emulator.launch(emulate, *grid, *threads, args.tobytes(), shared_mem, self.memory)
+
+        return kernel
+
+
+class _Call(_launch._GpuForward):
+    """A prepared call on the emulator."""
+
+    def __call__(self, q, k, v, out):
+        self.backend.memory += [(x, False) for x in (q, k, v)] + ([] if out is None else [(out, True)])
+        result = self._run(*(None if x is None else x.view(DeviceArray) for x in (q, k, v, out)))
+        made, *lse = (x.view(np.ndarray) for x in (result if self.return_lse else (result,)))
+        out = made if out is None else out
+        return (out, *lse) if lse else out
+
+
+class Emulator:
+    """cuflash on the emulator.
+
+    Parameters
+    ----------
+    seed : int
+        Decides, launch after launch, what `launch` says.
+    limits : cuflash._plan.Limits
+        Of the device to plan for.
+    overlay : path
+        Folder whose files take the place of those of ``kernels/``; by default this one.
+    engine : str
+        Whose kernels run where none is asked for: "portable", or "sm90" for the problems that engine takes.
+    """
+
+    def __init__(self, seed=0, limits=None, overlay=HERE, engine="portable"):
+        self.random, self.overlay, self.engine = random.Random(seed), overlay, engine
+        # Few multiprocessors: a block that stays has several tiles of rows to work on.
+        self.limits = limits or dataclasses.replace(LIMITS, processors=1 + self.random.randrange(3))
+
+    def build(self, variant):
+        """The function that emulates a variant."""
+        return build(variant.text(overlay=str(self.overlay)), f"cuflash::{variant.entry}")
+
+    def launch(self, *arguments):
+        """A launch with the next seed."""
+        return launch(*arguments, seed=self.random.getrandbits(63))
+
+    def plan(self, problem):
+        """The plan of a problem: that of arrays on a device with these limits."""
+        engine = problem.engine or (None if self.engine == "sm90" else self.engine)
+        return _plan.plan(dataclasses.replace(problem, library="cupy", engine=engine), self.limits)
+
+    def prepare(self, q, k, v, **keywords):
+        """Compile the kernels that a call of `forward` takes."""
+        given = {"scale": None, "causal": False, "window": None, "return_lse": False, "out": None, "engine": None}
+        for step in self.plan(_problem.forward(q, k, v, **(given | keywords))).steps:
+            self.build(step.variant)
+
+    def forward(self, q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, engine=None):
+        """`cuflash.forward` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""
+        engine = None if engine == "emulated" else engine
+        q, k, v = (_problem.adopt("forward", name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+        out = out if out is None else _problem.adopt("forward", "out", out)
+        problem = _problem.forward(
+            q, k, v, scale=scale, causal=causal, window=window, return_lse=return_lse, out=out, engine=engine
+        )
+        return _Call(problem, self.plan(problem), Host(self))(q, k, v, out)

@@ -1,0 +1,58 @@
+"""Checks of `cuflash.testing` on drawn problems and drawn seeds, in processes of their own."""
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cuflash import testing
+
+from . import Emulator
+
+
+def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=True, **strategy):
+    """Run a check of forward on the emulated kernels.
+
+    Parameters
+    ----------
+    check : str
+        Name of one of `cuflash.testing.forward_checks`.
+    dtype : str
+        Of the problems.
+    dims : (head_dim, value_dim), optional
+        By default they are drawn.
+    engine : str
+        "portable" or "sm90".
+    examples : int
+        How many problems, each with a seed that decides in which order warps run.
+    derandomize : bool
+        Whether every run draws the same.
+    **strategy
+        Keywords of `cuflash.testing.problems`.
+
+    Raises
+    ------
+    AssertionError, EmulatorError
+        For the smallest problem found on which the check does not hold or a kernel breaks a rule.
+    """
+    recipes = testing.problems(dtypes=[dtype], **strategy)
+    if dims is not None:
+        recipes = recipes.map(lambda recipe: replace(recipe, head_dim=dims[0], value_dim=dims[1]))
+
+    @settings(
+        max_examples=examples, deadline=None, database=None, derandomize=derandomize, print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(recipes, st.integers(0, 2**32))
+    def holds(recipe, seed):
+        getattr(testing, check)(Emulator(seed, engine=engine).forward, recipe, np, f"{engine} {dtype}")
+
+    holds()
+
+
+def pool(processes):
+    """Processes for `hold`. They are spawned: a fork would share what the parent's threads have locked."""
+    return ProcessPoolExecutor(processes, get_context("spawn"))

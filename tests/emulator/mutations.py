@@ -1,0 +1,203 @@
+"""Seeded mistakes: each is put into a copy of the kernels, and the emulator has to notice.
+
+A mutation replaces a text that occurs once in a file of ``kernels/`` and names a problem on which the mistake shows.
+The kernels without it pass the same problem and seeds. Every kernel that lands brings five of its own: add them to
+`MUTATIONS`, and tests/test_mutations.py finds them.
+"""
+
+import mmap
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from cuflash import _variant, testing
+
+from . import HERE, LIMITS, Emulator, EmulatorError
+
+SEEDS = range(3)
+
+
+def check_far_rows(attention, recipe, xp=np, path=None):
+    """`testing.check_bound` with keys and values whose rows lie 2^24 bytes apart: offsets leave 32 bits."""
+    q, *others = recipe.arrays()
+    k, v = (_far_apart(x, 2**24) for x in others)
+    testing.assert_attention_close(
+        attention(q, k, v, return_lse=True, **recipe.keywords), q, k, v, path=path, **recipe.keywords
+    )
+
+
+def _far_apart(values, pitch):
+    """A copy of a matrix in memory of which only its pages are ever there."""
+    length, dim = values.shape[-2:]
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    buffer = mmap.mmap(-1, length * pitch, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    far = np.ndarray((1, length, dim), values.dtype, buffer, strides=(length * pitch, pitch, values.itemsize))
+    far[...] = values
+    return far
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A mistake in a file of ``kernels/``, and where it shows.
+
+    Attributes
+    ----------
+    name : str
+        What is wrong.
+    file, old, new : str
+        The text ``old``, which occurs once in the file, becomes ``new``.
+    recipe : cuflash.testing.Recipe
+        The problem.
+    check : function
+        Of `cuflash.testing`, or of its kind.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    recipe: testing.Recipe
+    check: object = testing.check_bound
+
+    def overlay(self, folder):
+        """Write the kernels' files that the emulator and the mistake replace to a folder; return it."""
+        text = (_variant.folder() / self.file).read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.file} has {text.count(self.old)} times: {self.old}")
+        folder = Path(folder)
+        for path in HERE.glob("*.cuh"):
+            shutil.copy(path, folder)
+        (folder / self.file).write_text(text.replace(self.old, self.new), encoding="utf-8")
+        return folder
+
+    def run(self, overlay, seed, limits=LIMITS):
+        """What the check says about the kernels of an overlay: None where all is well."""
+        attention = Emulator(seed, limits, overlay).forward
+        try:
+            self.check(attention, self.recipe, np, f"portable {self.recipe.dtype}")
+        except (AssertionError, EmulatorError) as error:
+            return f"{'bound' if isinstance(error, AssertionError) else 'emulator'}: {str(error).splitlines()[0]}"
+        return None
+
+    def caught(self, overlay):
+        """What the first seed that notices anything says; None where none does."""
+        return next(filter(None, (self.run(overlay, seed) for seed in SEEDS)), None)
+
+
+# Three tiles of keys, the last of them part of one, and rows that see some; heads that share keys.
+CAUSAL = testing.Recipe(
+    heads=2, key_heads=1, queries=140, keys=150, head_dim=32, value_dim=32, dtype="float16", causal=True
+)
+STEEP = replace(CAUSAL, scale=4.0)  # so that a later tile outweighs an earlier one
+WINDOW = replace(CAUSAL, dtype="bfloat16", causal=False, window=(20, 3))
+ONE_STAGE = replace(CAUSAL, heads=1, queries=70, head_dim=192, value_dim=192)
+FAR = replace(CAUSAL, heads=1)
+FLOAT32 = replace(CAUSAL, heads=1, queries=40, keys=50, dtype="float32", head_dim=24, value_dim=24, scale=4.0)
+
+BARRIER = "sync_threads();  // what was copied is here for all warps, and all have left what is filled next\n"
+KEYS = "facts.k = args.k + args.k_strides.offset(place.batch0, place.batch1, place.head"
+
+MUTATIONS = (
+    # Barriers and waits
+    Mutation("barrier_before_a_tile_removed", "forward.cu", BARRIER, "", CAUSAL),
+    Mutation(
+        "barrier_before_values_removed", "forward.cu",
+        "sync_threads();  // the values are here, and all have left the keys", "", ONE_STAGE,
+    ),
+    Mutation(
+        "wait_one_group_short", "forward.cu",
+        f"cp_async_wait_group<0>();\n        {BARRIER}", f"cp_async_wait_group<1>();\n        {BARRIER}", CAUSAL,
+    ),
+    Mutation(
+        "queries_not_waited_for_without_a_tile", "forward.cu",
+        "cp_async_wait_group<0>();  // q, where", "// q, where", replace(CAUSAL, keys=0),
+    ),
+    Mutation(
+        "facts_read_without_sync_warp", "forward.cu",
+        "        sync_warp();\n        load_queries", "        load_queries", CAUSAL,
+    ),
+    Mutation(
+        "out_written_over_q_without_sync_warp", "forward.cu", "    sync_warp();\n\n    store(", "\n    store(", CAUSAL,
+    ),
+    # Lanes, rows and columns
+    Mutation(
+        "maximum_of_half_the_quad", "forward.cu", "top = maximum(top, shuffle_xor(top, 2));", "", STEEP,
+    ),
+    Mutation("sum_of_half_the_quad", "forward.cu", "row.finish<4>();", "row.finish<2>();", CAUSAL),
+    Mutation(
+        "vote_of_some_lanes", "forward.cu",
+        "if (!any(moved)) return;", "if (!moved || !any(moved)) return;", STEEP,
+    ),
+    Mutation("rows_of_the_quads_swapped", "forward.cu", "8 * half + lane / 4;", "8 * (1 - half) + lane / 4;", CAUSAL),
+    Mutation(
+        "columns_of_the_quad_apart", "forward.cu",
+        "8 * n + lane % 4 * 2 + e % 2;", "8 * n + lane % 4 + e % 2 * 4;", CAUSAL,
+    ),
+    Mutation(
+        "operands_swapped", "tile.cuh",
+        "mma_m16n8k16(Element{}, out[block][n], a[block], b[0], b[1]);",
+        "mma_m16n8k16(Element{}, out[block][n], a[block], b[1], b[0]);", CAUSAL,
+    ),
+    # Addresses
+    Mutation("swizzle_carries", "tile.cuh", "(lane ^ (right % SPAN))", "(lane + right % SPAN)", CAUSAL),
+    Mutation(
+        "stage_of_the_next_tile", "forward.cu",
+        "KEY_START + tile % STAGES * KEY_BYTES", "KEY_START + (tile + 1) % STAGES * KEY_BYTES", CAUSAL,
+    ),
+    Mutation(
+        "offset_in_32_bits", "forward.cu",
+        "facts.k + static_cast<int64>(t) * TILE_K * args.k_strides.row",
+        "facts.k + static_cast<int>(static_cast<uint32>(t) * TILE_K * static_cast<uint32>(args.k_strides.row))",
+        FAR, check_far_rows,
+    ),
+    Mutation(
+        "key_head_of_the_query_head", "forward.cu", f"{KEYS} / args.group);", f"{KEYS});", replace(CAUSAL, queries=200),
+    ),
+    Mutation(
+        "rows_beyond_the_last_written", "forward.cu",
+        "if (warp_row + r < place.rows() && chunk * CHUNK_ELEMENTS < args.value_dim) {",
+        "if (chunk * CHUNK_ELEMENTS < args.value_dim) {", CAUSAL,
+    ),
+    Mutation(
+        "tail_keys_not_zeroed", "tile.cuh",
+        "int bytes = r >= first && r < end ? clamp", "int bytes = r >= first ? clamp", CAUSAL,
+    ),
+    # Masks
+    Mutation("mask_one_key_too_far", "forward.cu", "j >= first && j < end", "j >= first && j <= end", CAUSAL),
+    Mutation("mask_one_key_too_near", "forward.cu", "j >= first && j < end", "j > first && j < end", WINDOW),
+    Mutation(
+        "tile_taken_for_seen_by_all", "forward.cu",
+        "key + TILE_K > facts.all_end) hide", "key + TILE_K > facts.all_end + 1) hide",
+        replace(CAUSAL, queries=1, keys=127),
+    ),
+    Mutation(
+        "hidden_values_not_noticed", "forward.cu",
+        "ballot(inside && (", "ballot(false && (", CAUSAL, testing.check_hidden_keys_may_hold_anything,
+    ),
+    # Softmax
+    Mutation("rescale_left_out", "forward.cu", "if (!any(moved)) return;", "return;", STEEP),
+    Mutation("rescale_of_the_other_row", "forward.cu", "factor[block][e / 2];", "factor[block][1 - e / 2];", STEEP),
+    Mutation("sum_not_rescaled", "softmax.cuh", "sum *= factor;", "", STEEP),
+    Mutation(
+        "guard_of_minus_infinity_removed", "softmax.cuh",
+        "reference == -INFINITE ? Real(0) : reference", "reference", WINDOW,
+    ),
+    Mutation("lse_in_base_2", "softmax.cuh", "(reference + log2_of(sum)) * LN_2", "(reference + log2_of(sum))", CAUSAL),
+    # float32 and float64
+    Mutation(
+        "fma_barrier_before_keys_removed", "forward_fma.cu",
+        "sync_threads();  // all have left the tile of v", "", FLOAT32,
+    ),
+    Mutation(
+        "fma_barrier_before_values_removed", "forward_fma.cu",
+        "sync_threads();  // the weights are here, and all have left the tile of k", "", FLOAT32,
+    ),
+    Mutation(
+        "fma_maximum_of_some_threads", "forward_fma.cu",
+        "lanes < ROW_THREADS; lanes *= 2) top", "lanes < 4; lanes *= 2) top", FLOAT32,
+    ),
+    Mutation("fma_hidden_weight_summed", "forward_fma.cu", "if (weight == HIDDEN) continue;", "", FLOAT32),
+    Mutation("fma_rescale_left_out", "forward_fma.cu", "out[n] *= factor;", "out[n] *= 1;", FLOAT32),
+)  # fmt: skip

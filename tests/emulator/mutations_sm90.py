@@ -1,0 +1,105 @@
+"""Seeded mistakes in the small Hopper kernels: the emulator, or the numbers, have to notice.
+
+A mutation replaces a text that occurs once in what one case of ``kernels/run.py`` compiles. The case without it passes
+on the same seeds.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import HERE, EmulatorError
+from .kernels import run
+
+SEEDS = range(4)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A mistake, and where it shows.
+
+    Attributes
+    ----------
+    name : str
+        What is wrong.
+    case : run.Case
+        The kernel and its numbers.
+    old, new : str
+        The text ``old``, which occurs once in the case's, becomes ``new``.
+    """
+
+    name: str
+    case: run.Case
+    old: str
+    new: str = ""
+
+    def text(self):
+        """The text with the mistake."""
+        text = self.case.text(str(HERE))
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.case.name} has {text.count(self.old)} times: {self.old}")
+        return text.replace(self.old, self.new)
+
+
+def caught(case, text=None):
+    """What the first seed that notices anything says of a case, whose text may have a mistake; None where none does."""
+    for seed in SEEDS:
+        try:
+            results = run.emulate(case, seed, text)
+        except EmulatorError as error:
+            return f"emulator: {' '.join(str(error).split())}"
+        for name, wanted in case.results.items():
+            if not np.array_equal(results[name], wanted):
+                return f"numbers: {np.count_nonzero(results[name] != wanted)} of {wanted.size} of {name} are wrong"
+    return None
+
+
+RING = run.ring(7)
+CHAIN = run.chain(5)
+WIDE = run.chain(4, 96, 128, 128, element="float16")  # two panels each of q, k, v
+SHARED = run.chain(4, in_shared=True)
+TILES = run.tiles()
+
+MUTATIONS = (
+    # Barriers
+    Mutation("full_not_waited_for", RING, "mbarrier_wait(shared + FULL + 8 * place.stage, place.parity);"),
+    Mutation("empty_not_waited_for", RING, "mbarrier_wait(shared + EMPTY + 8 * place.stage, place.parity ^ 1);"),
+    Mutation("phase_not_flipped", RING, "parity ^= stage == 0;"),
+    Mutation("producer_waits_for_the_other_parity", RING, "place.parity ^ 1", "place.parity"),
+    Mutation("parity_of_the_iteration", CHAIN, "KEYS_FULL + 8 * stage, t / STAGES % 2", "KEYS_FULL + 8 * stage, t % 2"),
+    Mutation("too_few_arrivals_wanted", RING, "EMPTY + 8 * stage, 4 * CONSUMERS", "EMPTY + 8 * stage, CONSUMERS"),
+    Mutation("too_many_arrivals_wanted", RING, "EMPTY + 8 * stage, 4 * CONSUMERS", "EMPTY + 8 * stage, 5 * CONSUMERS"),
+    Mutation("barriers_not_fenced", RING, "fence_mbarrier_init();\n    }\n    sync", "}\n    sync"),
+    Mutation("barriers_not_synchronised", RING, "    sync_threads();\n    const int warpgroup",
+             "    const int warpgroup"),
+    Mutation("registers_not_given_away", RING, "setmaxnreg_dec<PRODUCER_REGISTERS>();"),
+    # Tensor copies
+    Mutation("half_the_bytes_announced", WIDE, "(barrier, COUNT * box_bytes)", "(barrier, COUNT * box_bytes / 2)"),
+    Mutation("clipped_bytes_announced", TILES, "(barrier, COUNT * box_bytes)", "(barrier, COUNT * box_bytes - 128)"),
+    Mutation("row_off_by_one", CHAIN, "KEYS_FULL + 8 * stage, {0, t * TILE_K,",
+             "KEYS_FULL + 8 * stage, {0, t * TILE_K + 1,"),
+    Mutation("swizzle_bit_wrong", SHARED, "(chunk % 8 ^ row % 8) * 16", "(chunk % 8 ^ row % 4) * 16"),
+    Mutation("store_without_fence", TILES, "fence_proxy_async();\n        sync_threads();", "sync_threads();"),
+    Mutation("buffer_written_before_its_store_is_read", TILES, "cp_async_bulk_wait_group_read<BUFFERS - 1>()",
+             "cp_async_bulk_wait_group_read<BUFFERS>()"),
+    Mutation("block_ends_before_its_stores", TILES, "if (thread == 0) cp_async_bulk_wait_group_read<0>();"),
+    # Products
+    Mutation("stage_released_early", RING, "if (t > 0) release(before);", "release(place.stage);"),
+    Mutation("wait_one_group_short", CHAIN, "wgmma_wait_group<1>();", "wgmma_wait_group<2>();"),
+    Mutation("last_wait_left_out", RING, "wgmma_wait_group<0>();"),
+    Mutation("fence_of_products_left_out", CHAIN, "        pin(weights);\n        wgmma_fence();",
+             "        pin(weights);"),
+    Mutation("operand_rewritten_in_flight", CHAIN, "        halve();\n        wgmma_wait_group<0>();",
+             "        halve();\n        round();\n        wgmma_wait_group<0>();"),
+    Mutation("operand_in_shared_memory_not_fenced", SHARED, "            fence_proxy_async();\n"),
+    Mutation("operand_in_shared_memory_not_synchronised", SHARED, "            bar_sync(1, WARPGROUP);\n"),
+    Mutation("leading_bytes_wrong", WIDE, "matrix_descriptor(place, PANEL_BYTES, 1024)",
+             "matrix_descriptor(place, 1024, 1024)"),
+    Mutation("stride_bytes_wrong", CHAIN, "matrix_descriptor(place, 16, 1024)", "matrix_descriptor(place, 16, 512)"),
+    Mutation("step_in_bytes_wrong", CHAIN, "step % 4 * 2; }", "step % 4; }"),
+    Mutation("operands_transposed_wrongly", RING, "ss<0, 1>(d, a", "ss<1, 0>(d, a"),
+    Mutation("accumulates_where_it_should_not", CHAIN, "k + Keys::right(step), step > 0)",
+             "k + Keys::right(step), true)"),
+    Mutation("halves_swapped", CHAIN, "scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]",
+             "scores[8 * step + 2 * i + 1], scores[8 * step + 2 * i]"),
+)  # fmt: skip

@@ -1,0 +1,529 @@
+// Small kernels for tests/test_emulator_sm90.py: one Hopper instruction or one mistake each. `Element` is the test's.
+#include <vector>
+
+#include <ptx_sm90.cuh>
+
+namespace cuflash {
+
+struct Args {
+    TensorMap map;
+    const char* in;
+    char* out;
+    int64 number;
+};
+
+using Run = void (*)(const Args&);
+inline std::vector<Run> runs;
+inline int add(Run run) {
+    runs.push_back(run);
+    return 0;
+}
+#define PROBE(name)                                           \
+    static void name(const Args& args);                       \
+    [[maybe_unused]] static const int add_##name = add(name); \
+    static void name([[maybe_unused]] const Args& args)
+
+template <typename T>
+T input(const Args& args, int index) {
+    return load_global<T>(args.in + index * sizeof(T));
+}
+template <typename T>
+void output(const Args& args, int index, T value) {
+    store_global(args.out + index * sizeof(T), value);
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) cuflash_probe(const __grid_constant__ Args args) { runs[args.number](args); }
+
+// Shared memory of all probes: tiles first, then the barriers.
+constexpr uint32 BARRIERS = 48 * 1024;
+inline uint32 barrier(int n = 0) { return shared_memory() + BARRIERS + 8 * n; }
+inline void initialise(int barriers, int count) {
+    if (thread_index() == 0) {
+        for (int n = 0; n < barriers; ++n) mbarrier_init(barrier(n), count);
+        fence_mbarrier_init();
+    }
+    sync_threads();
+}
+// Bytes of the input to shared memory.
+inline void fill(const Args& args, int bytes, int threads) {
+    for (int n = thread_index() * 16; n < bytes; n += threads * 16) {
+        store_shared(shared_memory() + n, load_global<Vector16>(args.in + n));
+    }
+}
+inline void load(const Args& args, uint32 offset, Corner corner = {}) {
+    cp_async_bulk_tensor_load(shared_memory() + offset, args.map, barrier(), corner, EVICT_FIRST);
+}
+
+// Barriers
+
+PROBE(phases) {  // the second warp sees what the first wrote before each of its arrivals
+    initialise(2, WARP);
+    for (int turn = 0; turn < 6; ++turn) {
+        if (warp_index() == 0) {
+            mbarrier_wait(barrier(1), turn % 2 ^ 1);  // passes at once the first time
+            store_shared(shared_memory() + 4 * lane_index(), turn * 100 + lane_index());
+            mbarrier_arrive(barrier(0));
+        } else {
+            mbarrier_wait(barrier(0), turn % 2);
+            output(args, turn * WARP + lane_index(), load_shared<int>(shared_memory() + 4 * (31 - lane_index())));
+            mbarrier_arrive(barrier(1));
+        }
+    }
+}
+PROBE(phases_without_the_way_back) {
+    initialise(1, WARP);
+    for (int turn = 0; turn < 6; ++turn) {
+        if (warp_index() == 0) {
+            store_shared(shared_memory() + 4 * lane_index(), turn);
+            mbarrier_arrive(barrier(0));
+        } else {
+            mbarrier_wait(barrier(0), turn % 2);
+            load_shared<int>(shared_memory() + 4 * (31 - lane_index()));
+        }
+    }
+}
+PROBE(barrier_that_is_none) { mbarrier_arrive(barrier()); }
+PROBE(barrier_misaligned) { mbarrier_init(barrier() + 4, 1); }
+PROBE(barrier_of_nobody) { mbarrier_init(barrier(), 0); }
+PROBE(barrier_not_synchronised) {
+    if (thread_index() == 0) {
+        mbarrier_init(barrier(), 1);
+        fence_mbarrier_init();
+        store_global(args.out, 1);
+    } else if (thread_index() == 32) {
+        emulator::wait_until([&] { return input<int>(Args{{}, args.out, nullptr, 0}, 0) == 1; }, "a flag", HERE);
+        mbarrier_arrive(barrier());
+    }
+}
+PROBE(barrier_not_fenced) {
+    if (thread_index() == 0) mbarrier_init(barrier(), 1);
+    sync_threads();
+    if (thread_index() == 0) load(args, 0);
+}
+PROBE(barrier_overwritten) {
+    initialise(1, 1);
+    if (thread_index() == 0) {
+        store_shared(barrier(), 0);
+        mbarrier_arrive(barrier());
+    }
+}
+PROBE(barrier_with_too_many) {
+    initialise(1, 1);
+    if (thread_index() == 0) {
+        mbarrier_arrive_expect_tx(barrier(), 128);
+        mbarrier_arrive(barrier());
+    }
+}
+PROBE(barrier_that_nobody_completes) {
+    initialise(1, 2);
+    if (thread_index() == 0) mbarrier_arrive_expect_tx(barrier(), 256);
+    mbarrier_wait(barrier(), 0);
+}
+PROBE(named_barrier) {  // of warps 1 and 2, while warp 0 passes
+    if (warp_index() == 0) return;
+    store_shared(shared_memory() + 4 * thread_index(), thread_index());
+    bar_sync(3, 2 * WARP);
+    output(args, thread_index(), load_shared<int>(shared_memory() + 4 * (3 * WARP - (thread_index() - WARP) - 1)));
+}
+PROBE(named_barrier_of_different_numbers) { bar_sync(3, warp_index() == 0 ? 64 : 96); }
+PROBE(named_barrier_of_half_a_warp) { bar_sync(3, 48); }
+
+// Tensor copies
+
+PROBE(load_box) {  // in: five coordinates, bytes
+    initialise(1, 1);
+    const int bytes = input<int>(args, 5);
+    if (thread_index() == 0) {
+        mbarrier_arrive_expect_tx(barrier(), bytes);
+        load(args, 0, {input<int>(args, 0), input<int>(args, 1), input<int>(args, 2), input<int>(args, 3), input<int>(args, 4)});
+    }
+    mbarrier_wait(barrier(), 0);
+    for (int n = thread_index(); n < bytes / 4; n += WARP) output(args, n, load_shared<int>(shared_memory() + 4 * n));
+}
+PROBE(store_box) {  // in: five coordinates, bytes, two words, then the bytes
+    const int bytes = input<int>(args, 5);
+    for (int n = thread_index(); n < bytes / 4; n += WARP) store_shared(shared_memory() + 4 * n, input<int>(args, 8 + n));
+    fence_proxy_async();
+    sync_threads();
+    if (thread_index() != 0) return;
+    cp_async_bulk_tensor_store(args.map, shared_memory(), {input<int>(args, 0), input<int>(args, 1), input<int>(args, 2),
+                                                           input<int>(args, 3), input<int>(args, 4)});
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_read<0>();
+}
+PROBE(load_not_waited_for) {
+    initialise(1, 1);
+    if (thread_index() == 0) {
+        mbarrier_arrive_expect_tx(barrier(), 8192);
+        load(args, 0);
+        load_shared<int>(shared_memory() + 128);
+    }
+}
+PROBE(load_waited_for_by_another) {  // lane 1 waits, lane 2 reads
+    initialise(1, 1);
+    if (thread_index() == 0) {
+        mbarrier_arrive_expect_tx(barrier(), 8192);
+        load(args, 0);
+    }
+    if (lane_index() == 1) mbarrier_wait(barrier(), 0);
+    ballot(true);
+    if (lane_index() == 2) load_shared<int>(shared_memory() + 128);
+}
+PROBE(load_over_what_is_read) {
+    initialise(1, 1);
+    if (warp_index() == 1) store_shared(shared_memory() + 4 * lane_index(), 1);
+    sync_threads();
+    if (warp_index() == 1) load_shared<int>(shared_memory() + 4 * lane_index());
+    if (thread_index() == 0) {
+        mbarrier_arrive_expect_tx(barrier(), 8192);
+        load(args, 0);
+    }
+    mbarrier_wait(barrier(), 0);
+}
+PROBE(load_of_more_than_announced) {
+    initialise(1, 1);
+    if (thread_index() == 0) {
+        mbarrier_arrive_expect_tx(barrier(), 4096);
+        load(args, 0);
+    }
+    mbarrier_wait(barrier(), 0);
+}
+PROBE(load_of_less_than_announced) {
+    initialise(1, 1);
+    if (thread_index() == 0) {
+        mbarrier_arrive_expect_tx(barrier(), 8192 + 64);
+        load(args, 0);
+    }
+    mbarrier_wait(barrier(), 0);
+}
+PROBE(load_of_half_that_is_announced) {  // the first of two loads ends the phase
+    initialise(1, 1);
+    if (thread_index() == 0) {
+        mbarrier_arrive_expect_tx(barrier(), 8192);
+        load(args, 0);
+        load(args, 8192);
+    }
+    mbarrier_wait(barrier(), 0);
+    load_shared<int>(shared_memory() + 4 * thread_index());
+    load_shared<int>(shared_memory() + 8192 + 4 * thread_index());
+}
+PROBE(load_misaligned) {
+    initialise(1, 1);
+    if (thread_index() == 0) load(args, 512);
+}
+PROBE(load_beyond) {
+    initialise(1, 1);
+    if (thread_index() == 0) load(args, 48 * 1024 - 1024);
+}
+PROBE(load_of_no_map) {
+    initialise(1, 1);
+    if (thread_index() == 0) cp_async_bulk_tensor_load(shared_memory(), TensorMap{}, barrier(), {}, EVICT_FIRST);
+}
+PROBE(load_in_flight_at_the_end) {
+    initialise(1, 1);
+    if (thread_index() == 0) load(args, 0);
+}
+PROBE(store_without_fence) {
+    fill(args, 8192, WARP);
+    sync_threads();
+    if (thread_index() == 0) {
+        cp_async_bulk_tensor_store(args.map, shared_memory(), {});
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read<0>();
+    }
+}
+PROBE(store_fenced_by_the_reader) {  // the writers should have
+    fill(args, 8192, WARP);
+    sync_threads();
+    if (thread_index() == 0) {
+        fence_proxy_async();
+        cp_async_bulk_tensor_store(args.map, shared_memory(), {});
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read<0>();
+    }
+}
+PROBE(store_fenced_after_the_barrier) {
+    fill(args, 8192, WARP);
+    sync_threads();
+    fence_proxy_async();
+    if (thread_index() == 0) {
+        cp_async_bulk_tensor_store(args.map, shared_memory(), {});
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read<0>();
+    }
+}
+PROBE(store_overwritten) {
+    fill(args, 8192, WARP);
+    fence_proxy_async();
+    sync_threads();
+    if (thread_index() == 0) {
+        cp_async_bulk_tensor_store(args.map, shared_memory(), {});
+        cp_async_bulk_commit_group();
+    }
+    sync_threads();
+    store_shared(shared_memory() + 4 * thread_index(), 0);
+    if (thread_index() == 0) cp_async_bulk_wait_group_read<0>();
+}
+PROBE(store_not_waited_for) {
+    fill(args, 8192, WARP);
+    fence_proxy_async();
+    sync_threads();
+    if (thread_index() == 0) {
+        cp_async_bulk_tensor_store(args.map, shared_memory(), {});
+        cp_async_bulk_commit_group();
+    }
+}
+PROBE(store_not_committed) {
+    fill(args, 8192, WARP);
+    fence_proxy_async();
+    sync_threads();
+    if (thread_index() == 0) {
+        cp_async_bulk_tensor_store(args.map, shared_memory(), {});
+        cp_async_bulk_wait_group_read<0>();
+    }
+}
+PROBE(store_matrices) {
+    uint32 r[4];
+    for (int n = 0; n < 4; ++n) r[n] = input<uint32>(args, lane_index() * 4 + n);
+    stmatrix_x4(shared_memory() + (lane_index() * 5 % WARP) * 16, r);
+    sync_warp();
+    output(args, lane_index(), load_shared<Vector16>(shared_memory() + 16 * lane_index()));
+}
+
+// Products
+
+// in: tiles, then two descriptors, which leave the start of shared memory out. d starts as 1, 2, 3, ...
+constexpr int TILE_BYTES = 32 * 1024, COLUMNS = 24;
+template <int TRANSPOSE_A, int TRANSPOSE_B>
+void product_of_descriptors(const Args& args) {
+    fill(args, TILE_BYTES, WARPGROUP);
+    fence_proxy_async();
+    sync_threads();
+    const uint64 start = shared_memory() >> 4;
+    const uint64 a = input<uint64>(args, TILE_BYTES / 8) + start, b = input<uint64>(args, TILE_BYTES / 8 + 1) + start;
+    float d[COLUMNS / 2];
+    for (int i = 0; i < COLUMNS / 2; ++i) d[i] = static_cast<float>(thread_index() * COLUMNS / 2 + i);
+    wgmma_fence();
+    Wgmma<COLUMNS>::ss<TRANSPOSE_A, TRANSPOSE_B>(d, a, b, true);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    for (int i = 0; i < COLUMNS / 2; ++i) output(args, thread_index() * COLUMNS / 2 + i, d[i]);
+}
+PROBE(product_00) { product_of_descriptors<0, 0>(args); }
+PROBE(product_01) { product_of_descriptors<0, 1>(args); }
+PROBE(product_10) { product_of_descriptors<1, 0>(args); }
+PROBE(product_11) { product_of_descriptors<1, 1>(args); }
+
+// A product of the first 64 rows in shared memory, swizzled, with themselves, and what a probe does around it.
+struct Operands {
+    uint64 tile = matrix_descriptor(shared_memory() / 16, 16, 1024);
+    float d[32] = {};
+    uint32 a[4] = {};
+    Operands(const Args& args, int threads = WARPGROUP) {
+        fill(args, 8192, threads);
+        fence_proxy_async();
+        sync_threads();
+    }
+    void ss(Site here = HERE) { Wgmma<64>::ss<0, 0>(d, tile, tile, true, here); }
+    void rs(Site here = HERE) { Wgmma<64>::rs<0>(d, a, tile, true, here); }
+    void finish(Site here = HERE) {
+        wgmma_commit_group(here);
+        wgmma_wait_group<0>(here);
+    }
+};
+PROBE(accumulators_in_flight) {  // read as NaN, and come back
+    Operands o(args);
+    wgmma_fence();
+    o.ss();
+    wgmma_commit_group();
+    output(args, 2 * thread_index(), o.d[5]);
+    wgmma_wait_group<0>();
+    output(args, 2 * thread_index() + 1, o.d[5]);
+}
+PROBE(registers_of_two_products) {  // an A operand that both use, two accumulators
+    Operands o(args);
+    float other[32] = {};
+    for (uint32& word : o.a) word = 0x3f803f80;  // ones
+    wgmma_fence();
+    o.rs();
+    wgmma_commit_group();
+    Wgmma<64>::rs<0>(other, o.a, o.tile, false);
+    wgmma_commit_group();
+    wgmma_wait_group<1>();
+    output(args, 4 * thread_index(), o.d[7]);
+    output(args, 4 * thread_index() + 1, o.a[0]);
+    wgmma_wait_group<0>();
+    output(args, 4 * thread_index() + 2, other[7]);
+    output(args, 4 * thread_index() + 3, o.a[0]);
+}
+PROBE(product_without_fence) {
+    Operands o(args);
+    o.ss();
+    o.finish();
+}
+PROBE(second_product_without_fence) {
+    Operands o(args);
+    wgmma_fence();
+    o.ss();
+    o.finish();
+    o.ss();
+    o.finish();
+}
+PROBE(accumulator_written_after_the_fence) {
+    Operands o(args);
+    wgmma_fence();
+    o.ss();
+    o.finish();
+    wgmma_fence();
+    o.d[3] -= 2.0f;
+    o.ss();
+    o.finish();
+}
+PROBE(accumulator_written_in_flight) {
+    Operands o(args);
+    wgmma_fence();
+    o.ss();
+    o.d[3] += 1.0f;
+    o.finish();
+}
+PROBE(operand_written_in_flight) {
+    Operands o(args);
+    wgmma_fence();
+    o.rs();
+    o.a[2] = 5;
+    o.finish();
+}
+PROBE(product_not_waited_for) {
+    Operands o(args);
+    wgmma_fence();
+    o.ss();
+    wgmma_commit_group();
+}
+PROBE(product_not_committed) {
+    Operands o(args);
+    wgmma_fence();
+    o.ss();
+    wgmma_wait_group<0>();
+}
+PROBE(product_of_three_warps) {
+    Operands o(args);
+    if (warp_index() == 2) return;
+    wgmma_fence();
+    o.ss();
+    o.finish();
+}
+PROBE(product_of_half_a_warpgroup) {  // 160 threads; the fifth warp belongs to none
+    Operands o(args, 160);
+    wgmma_fence();
+    if (warp_index() == 4) o.ss();
+}
+PROBE(lanes_that_disagree) {
+    Operands o(args);
+    wgmma_fence();
+    o.tile += thread_index() == 77;
+    o.ss();
+    o.finish();
+}
+PROBE(warps_that_disagree) {
+    Operands o(args);
+    wgmma_fence();
+    Wgmma<64>::ss<0, 0>(o.d, o.tile, o.tile, warp_index() != 1);
+    o.finish();
+}
+PROBE(warps_at_different_products) {
+    Operands o(args);
+    wgmma_fence();
+    if (warp_index() == 3) {
+        o.rs();
+    } else {
+        o.ss();
+    }
+    o.finish();
+}
+PROBE(lanes_that_commit_different_groups) {
+    Operands o(args);
+    wgmma_fence();
+    if (lane_index() == 9) wgmma_commit_group();
+    o.ss();
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+}
+PROBE(descriptor_with_base_offset) {
+    Operands o(args);
+    wgmma_fence();
+    o.tile |= 1ull << 49;
+    o.ss();
+    o.finish();
+}
+PROBE(product_beyond) {
+    Operands o(args);
+    wgmma_fence();
+    o.tile = matrix_descriptor((shared_memory() + 49 * 1024) / 16, 16, 1024);
+    o.ss();
+    o.finish();
+}
+PROBE(product_without_proxy_fence) {
+    fill(args, 8192, WARPGROUP);
+    sync_threads();
+    float d[32];
+    const uint64 tile = matrix_descriptor(shared_memory() / 16, 16, 1024);
+    wgmma_fence();
+    Wgmma<64>::ss<0, 0>(d, tile, tile, false);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+}
+PROBE(product_of_what_is_overwritten) {
+    Operands o(args);
+    wgmma_fence();
+    o.ss();
+    wgmma_commit_group();
+    store_shared(shared_memory() + 16 * thread_index(), Vector16{});
+    wgmma_wait_group<0>();
+}
+PROBE(product_of_a_stage_released_early) {  // a load is told to come before all have waited
+    initialise(2, 1);
+    if (thread_index() >= WARPGROUP) {
+        if (thread_index() == WARPGROUP) {
+            mbarrier_arrive_expect_tx(barrier(0), 8192);
+            load(args, 0);
+            mbarrier_wait(barrier(1), 0);
+            mbarrier_arrive_expect_tx(barrier(0), 8192);
+            load(args, 0);
+            mbarrier_wait(barrier(0), 1);
+        }
+        return;
+    }
+    float d[32] = {};
+    const uint64 tile = matrix_descriptor(shared_memory() / 16, 16, 1024);
+    mbarrier_wait(barrier(0), 0);
+    wgmma_fence();
+    Wgmma<64>::ss<0, 0>(d, tile, tile, false);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    if (thread_index() == 0) mbarrier_arrive(barrier(1));  // says nothing of the other three warps
+}
+
+// Registers
+
+PROBE(registers_that_move) {
+    if (warp_index() < 4) {
+        setmaxnreg_dec<24>();
+    } else {
+        setmaxnreg_inc<240>();
+    }
+    output(args, thread_index(), 1);
+}
+PROBE(registers_that_nobody_gives) {  // 168 each at the start
+    if (warp_index() < 4) {
+        setmaxnreg_dec<104>();
+    } else {
+        setmaxnreg_inc<208>();
+    }
+}
+PROBE(registers_taken_away_twice) {
+    setmaxnreg_dec<40>();
+    setmaxnreg_dec<48>();
+}
+PROBE(registers_too_few) { setmaxnreg_dec<20>(); }
+
+}  // namespace cuflash

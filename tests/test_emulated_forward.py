@@ -1,0 +1,45 @@
+"""The kernels of forward, run on the CPU: every check on drawn problems, the order in which warps run drawn too.
+
+Examples run in processes of their own, as many as there are processors.
+"""
+
+import os
+
+import pytest
+
+from cuflash import testing
+
+fuzz = pytest.importorskip("emulator.fuzz")
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")  # two for each kernel file
+WIDE = {  # head_dim and value_dim: kernels with one stage, and with two sizes that differ
+    "float16": (192, 192),
+    "bfloat16": (40, 100),
+    "float32": (100, 40),
+    "float64": (150, 192),
+}
+CASES = [  # check, dtype, dims, engine, examples: more than 300 for each kernel file
+    *((check.__name__, dtype, None, "portable", 16) for check in testing.forward_checks for dtype in DTYPES),
+    *(("check_bound", dtype, dims, "portable", 6) for dtype, dims in WIDE.items()),
+    *((check.__name__, dtype, None, "sm90", 15) for check in testing.forward_checks for dtype in ("float16", "bfloat16")),
+    *(("check_bound", "bfloat16", dims, "sm90", 3) for dims in ((100, 40), (128, 128), (180, 128), (256, 256))),
+]
+
+
+@pytest.fixture(scope="module")
+def results(request, emulator):
+    """A future for every case that was asked for."""
+    wanted = [item.callspec.params["case"] for item in request.session.items if item.module is request.module]
+    with fuzz.pool(os.cpu_count()) as processes:
+        yield {
+            case: processes.submit(
+                fuzz.hold, *case[:4], examples=case[4], derandomize=bool(os.environ.get("CI")), max_length=130,
+                max_head_dim=64,
+            )
+            for case in wanted
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_check_holds(results, case):
+    results[case].result()

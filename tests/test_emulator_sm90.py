@@ -1,0 +1,398 @@
+"""The emulated Hopper: each instruction against a model in NumPy, each rule with a kernel that breaks it, and small
+kernels whose results on a GPU are kept in ``emulator/expected``."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+SEEDS = range(6)
+SHARED_BYTES = 48 * 1024 + 64
+ELEMENTS = {"Float16": np.float16, "BFloat16": ml_dtypes.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def probes(emulator):
+    """For each element type, a function that runs a probe of ``probes_sm90.cu`` by name."""
+    from emulator.tensor_map import encode
+
+    text = (emulator.HERE / "probes_sm90.cu").read_text(encoding="utf-8")
+    numbers = {name: number for number, name in enumerate(re.findall(r"^PROBE\((\w+)\)", text, re.MULTILINE))}
+
+    def of(element):
+        preamble = f"namespace cuflash {{ struct {element}; using Element = {element}; }}\n"
+        emulate = emulator.build(f'{preamble}#line 1 "probes_sm90.cu"\n{text}', "cuflash::cuflash_probe")
+
+        def run(name, given=(), dtype=np.int32, size=0, *, tensor=None, layout=None, threads=32, seed=0):
+            """``tensor``: an array that the kernel may read and write; ``layout``: the rest of its map."""
+            inputs, outputs = aligned(emulator, given, 1 << 16), aligned(emulator, (), 1 << 16)
+            tensor = aligned(emulator, (), 8192) if tensor is None else tensor
+            layout = (2, (64, 64), (128,), (64, 64), 128) if layout is None else layout
+            address = np.array([inputs.ctypes.data, outputs.ctypes.data, numbers[name]], np.uint64)
+            args = encode(tensor, *layout) + address.tobytes()
+            memory = [(inputs, False), (outputs, True), (tensor, True)]
+            args += bytes(-len(args) % 128)
+            emulator.launch(emulate, 1, threads, args, SHARED_BYTES, memory, seed=seed)
+            return outputs.view(dtype)[:size]
+
+        return run
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def probe(probes):
+    """Run a probe with bfloat16 elements."""
+    return probes("BFloat16")
+
+
+def aligned(emulator, given, room):
+    """Bytes that begin at a multiple of 256: those given, then zeros."""
+    raw = np.asarray(given).reshape(-1).view(np.uint8)
+    buffer = emulator.aligned(max(raw.size, room), 256)
+    buffer[:] = 0
+    buffer[: raw.size] = raw
+    return buffer
+
+
+# Barriers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_phases(probe, seed):
+    got = probe("phases", size=6 * 32, threads=64, seed=seed).reshape(6, 32)
+    assert (got == np.arange(6)[:, None] * 100 + 31 - np.arange(32)).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_named_barriers(probe, seed):
+    got = probe("named_barrier", size=96, threads=96, seed=seed)
+    assert (got[32:] == 95 - np.arange(64)).all()
+
+
+def test_registers_move(probe):
+    assert (probe("registers_that_move", size=384, threads=384) == 1).all()
+
+
+# Tensor maps and copies -----------------------------------------------------------------------------------------
+
+
+def swizzle(byte, span):
+    """Where the swizzle puts a byte of shared memory: bits 4 and up changed by bits 7 and up."""
+    return byte ^ ((byte >> 7) & {128: 7, 64: 3, 32: 1, 0: 0}[span]) << 4
+
+
+def boxes():
+    """Shapes, boxes and corners in and around tensors: itemsize, dims, box, swizzle, corner."""
+    yield 2, (64, 40), (64, 16), 128, (0, 8)
+    yield 2, (64, 40), (64, 16), 128, (0, 33)  # the last rows lie outside
+    yield 2, (104, 40), (64, 16), 128, (64, -3)  # the first rows and the last columns do
+    yield 2, (104, 40), (64, 16), 128, (-8, 50)  # all do
+    yield 2, (40, 24), (32, 24), 64, (24, 0)
+    yield 2, (40, 24), (16, 24), 32, (32, 4)
+    yield 2, (40, 24), (8, 24), 0, (0, 4)
+    yield 2, (40, 24), (40, 8), 0, (0, 20)
+    yield 4, (40, 24), (32, 8), 128, (16, 20)
+    yield 1, (160, 8), (128, 8), 128, (48, 1)
+    yield 2, (64, 6, 20, 2, 2), (64, 4, 8, 1, 1), 128, (0, 3, 15, 1, 1)  # heads between rows
+    yield 2, (72, 2, 3, 2, 3), (64, 2, 3, 2, 3), 128, (16, 1, 1, 0, 1)
+
+
+def box_of(tensor, box, corner):
+    """The box, innermost axis last, zeros outside the tensor."""
+    indices = [np.arange(extent) + at for extent, at in zip(box, corner, strict=True)]
+    indices = np.meshgrid(*indices, indexing="ij", sparse=True)
+    inside = [(index >= 0) & (index < length) for index, length in zip(indices, tensor.shape, strict=True)]
+    clipped = [np.clip(index, 0, length - 1) for index, length in zip(indices, tensor.shape, strict=True)]
+    return np.where(reduce(np.logical_and, inside), tensor[tuple(clipped)], 0)
+
+
+def tensor_and_layout(emulator, itemsize, dims, box, span):
+    storage = aligned(emulator, np.random.default_rng(0).integers(1, 256, np.prod(dims) * itemsize, np.uint8), 0)
+    tensor = storage.view(f"u{itemsize}").reshape(dims[::-1])
+    return tensor, (itemsize, dims, tensor.strides[-2::-1], box, span)
+
+
+@pytest.mark.parametrize("itemsize, dims, box, span, corner", list(boxes()))
+@pytest.mark.parametrize("seed", range(2))
+def test_tensor_loads(emulator, probe, itemsize, dims, box, span, corner, seed):
+    tensor, layout = tensor_and_layout(emulator, itemsize, dims, box, span)
+    size = np.prod(box) * itemsize
+    given = np.array([*corner, *[0] * (5 - len(corner)), size], np.int32)
+    got = probe("load_box", given, np.uint8, size, tensor=tensor, layout=layout, seed=seed)
+    wanted = np.ascontiguousarray(box_of(tensor, box[::-1], corner[::-1])).view(np.uint8).reshape(-1)
+    assert (got[swizzle(np.arange(size), span)] == wanted).all()
+
+
+@pytest.mark.parametrize("itemsize, dims, box, span, corner", list(boxes()))
+def test_tensor_stores(emulator, probe, itemsize, dims, box, span, corner):
+    tensor, layout = tensor_and_layout(emulator, itemsize, dims, box, span)
+    size = np.prod(box) * itemsize
+    new = np.random.default_rng(1).integers(0, 256, size, np.uint8)
+    wanted = tensor.copy()
+    values = new[swizzle(np.arange(size), span)].view(tensor.dtype).reshape(box[::-1])
+    for place in np.ndindex(*values.shape):
+        at = tuple(np.add(place, corner[::-1]))
+        if all(0 <= index < length for index, length in zip(at, tensor.shape, strict=True)):
+            wanted[at] = values[place]
+    header = np.array([*corner, *[0] * (5 - len(corner)), size, 0, 0], np.int32)
+    probe("store_box", np.concatenate([header.view(np.uint8), new]), tensor=tensor, layout=layout)
+    assert (tensor == wanted).all()
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"base": 8}, "base 0x8"),
+        ({"swizzle": 48}, "swizzle 48"),
+        ({"dims": (64, 0)}, "0 elements along axis 1"),
+        ({"dims": (2**31 + 1, 64)}, "elements along axis 0"),
+        ({"strides": (136,)}, "stride 136 of axis 1"),
+        ({"strides": (-128,)}, "stride -128 of axis 1"),
+        ({"strides": (2**40,)}, "stride 1099511627776 of axis 1"),
+        ({"strides": ()}, "0 strides"),
+        ({"dims": (64,) * 6, "box": (64,) * 6, "strides": (128,) * 5}, "6 dims"),
+        ({"box": (64, 257)}, "box of 257 along axis 1"),
+        ({"box": (64, 0)}, "box of 0 along axis 1"),
+        ({"box": (72, 64)}, "rows of 144 bytes"),
+        ({"box": (60, 64)}, "rows of 120 bytes"),
+    ],
+)
+def test_tensor_maps_that_the_driver_refuses(change, sentence):
+    from emulator.tensor_map import encode
+
+    given = {"base": 4096, "itemsize": 2, "dims": (64, 64), "strides": (128,), "box": (64, 64), "swizzle": 128}
+    assert len(encode(**given)) == 128
+    with pytest.raises(ValueError, match=sentence):
+        encode(**given | change)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_stmatrix(probe, seed):
+    registers = np.random.default_rng(seed).integers(0, 2**16, (32, 4, 2)).astype(np.uint16)  # lane, matrix, element
+    rows = probe("store_matrices", registers, np.uint16, 256, seed=seed).reshape(32, 8)
+    # lane l holds elements (l / 4; 2 (l % 4), and the next) of each matrix
+    matrices = registers.reshape(8, 4, 4, 2).transpose(2, 0, 1, 3).reshape(4, 8, 8)
+    assert (rows[np.arange(32) * 5 % 32].reshape(4, 8, 8) == matrices).all()
+
+
+# Products -------------------------------------------------------------------------------------------------------
+
+
+def place(row, k, span, transposed, leading, stride):
+    """Byte, before the swizzle, of an element of an operand: ``row`` along M or N, ``k`` of 16 along K."""
+    if span:
+        if transposed:
+            width = span // 2
+            return row // width * leading + row % width * 2 + k // 8 * stride + k % 8 * span
+        return row // 8 * stride + row % 8 * span + k * 2
+    if transposed:
+        return row // 8 * stride + row % 8 * 2 + k // 8 * leading + k % 8 * 16
+    return row // 8 * stride + row % 8 * 16 + k // 8 * leading + k % 8 * 2
+
+
+def operand(tile, rows, span, transposed, leading, stride, start):
+    """The operand (rows x 16) that a descriptor finds in shared memory, and the descriptor, as from address 0."""
+    row, k = np.ogrid[:rows, :16]
+    byte = start + place(row, k, span, transposed, leading, stride)
+    code = {0: 0, 128: 1, 64: 2, 32: 3}[span]
+    word = start >> 4 | (leading >> 4) << 16 | (stride >> 4) << 32 | code << 62
+    return tile[swizzle(byte, span) // 2], word
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("transposed", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=lambda t: f"{t[0]}{t[1]}")
+@pytest.mark.parametrize("span", [128, 64, 32, 0])
+def test_products(probes, element, transposed, span):
+    """Descriptors of all kinds: K along rows and across them, steps along the tile, panels next to one another."""
+    tile = np.random.default_rng(span).integers(-4, 5, 16384).astype(ELEMENTS[element])
+    pattern = 8 * (span or 16)
+    for seed, step in enumerate((0, 16, 1024)):
+        leading, stride = 2048 << seed, pattern << seed % 2
+        if step == 16 and (span in (0, 32) or any(transposed)):
+            step = 0  # no whole chunk of K left in the row
+        a, word_a = operand(tile, 64, span, transposed[0], leading, stride, 2 * step)
+        b, word_b = operand(tile, 24, span, transposed[1], leading, stride, step)
+        given = np.concatenate([tile.view(np.uint8), np.array([word_a, word_b], np.uint64).view(np.uint8)])
+        name = f"product_{transposed[0]}{transposed[1]}"
+        got = probes(element)(name, given, np.float32, 64 * 24, threads=128, seed=seed)
+        thread, i = np.ogrid[:128, :12]
+        row = thread // 32 * 16 + thread % 32 // 4 + i // 2 % 2 * 8
+        column = i // 4 * 8 + thread % 4 * 2 + i % 2
+        wanted = (a.astype(np.float32) @ b.astype(np.float32).T)[row, column] + thread * 12 + i
+        assert (got.reshape(128, 12) == wanted).all()
+
+
+def test_accumulators_in_flight_are_nan(probe):
+    tile = np.ones(4096, ml_dtypes.bfloat16)
+    before, after = probe("accumulators_in_flight", tile, np.float32, 256, threads=128).reshape(128, 2).T
+    assert np.isnan(before).all() and (after == 16).all()
+
+
+def test_registers_of_two_products(probe):
+    tile = np.ones(4096, ml_dtypes.bfloat16)
+    got = probe("registers_of_two_products", tile, np.float32, 512, threads=128).reshape(128, 4)
+    assert (got[:, [0, 2]] == 16).all()
+    assert (got[:, 1].view(np.uint32) == 0x7F817F81).all() and (got[:, 3].view(np.uint32) == 0x3F803F80).all()
+
+
+# Rules ----------------------------------------------------------------------------------------------------------
+
+RULES = {
+    # Barriers
+    "barrier_that_is_none": (32, "uses a barrier at offset 49152, where none is initialised"),
+    "barrier_misaligned": (32, "writes 8 bytes of shared memory at 50180, not a multiple of 8"),
+    "barrier_of_nobody": (32, "initialises a barrier for 0 arrivals"),
+    "barrier_not_synchronised": (64, "uses the barrier in .* initialised by thread 0 .*; nothing orders the two"),
+    "barrier_not_fenced": (32, "initialised by thread 0 at .* without fence_mbarrier_init"),
+    "barrier_overwritten": (32, "uses the barrier in .* overwritten by thread 0"),
+    "barrier_with_too_many": (32, "all 1 have arrived and 128 bytes are still to come"),
+    "barrier_that_nobody_completes": (
+        64,
+        "deadlock: no thread can go on\n  block 0, warp 0, lanes 0-31: mbarrier_wait, parity 0, offset 49152: "
+        "phase 0 lacks 1 of 2 arrivals, 256 bytes at .*\n  block 0, warp 1, lanes 0-31: mbarrier_wait",
+    ),
+    "phases_without_the_way_back": (64, "(writes|reads) shared memory at .*; nothing orders the two|deadlock"),
+    "named_barrier_of_different_numbers": (96, "bar_sync 3 of \\d+ threads, while others wait at it for \\d+"),
+    "named_barrier_of_half_a_warp": (96, "bar_sync of 48 threads; wanted whole warps"),
+    # Tensor copies
+    "load_not_waited_for": (32, "reads shared memory at offset 128, written by an asynchronous copy .*not been waited"),
+    "load_waited_for_by_another": (32, "reads shared memory at offset 128, written by an asynchronous copy"),
+    "load_over_what_is_read": (64, "(writes|reads) shared memory .*, (read by thread|written by an asynchronous copy)"),
+    "load_of_more_than_announced": (32, "brings 4096 bytes more to the barrier at offset 49152 than were announced"),
+    "load_of_less_than_announced": (32, "deadlock.* lacks 0 of 1 arrivals, 64 bytes"),
+    "load_of_half_that_is_announced": (32, "written by an asynchronous copy .*has not been waited for"),
+    "load_misaligned": (32, "copies a box to or from shared memory at 1536, not a multiple of 1024"),
+    "load_beyond": (32, "writes 8192 bytes of shared memory at offset 48128; the block has 49216 bytes"),
+    "load_of_no_map": (32, "copies a tensor whose map is none"),
+    "load_in_flight_at_the_end": (32, "the block ends with 1 tensor loads in flight"),
+    "store_without_fence": (32, "written by thread .* without fence_proxy_async before the barrier"),
+    "store_fenced_by_the_reader": (32, "written by thread .* without fence_proxy_async before the barrier"),
+    "store_fenced_after_the_barrier": (32, "written by thread .* without fence_proxy_async before the barrier"),
+    "store_overwritten": (32, "reads shared memory at offset \\d+, written by thread .*; nothing orders the two"),
+    "store_not_waited_for": (32, "left the kernel while this store reads shared memory"),
+    "store_not_committed": (32, "a store that no group was committed for"),
+    # Products
+    "product_without_fence": (128, "an accumulator .* without a wgmma_fence since the last wait, or at all"),
+    "second_product_without_fence": (128, "an accumulator .* without a wgmma_fence since it came back from the last"),
+    "accumulator_written_after_the_fence": (128, "an accumulator was written between the wgmma_fence and the product"),
+    "accumulator_written_in_flight": (128, "an accumulator of lane \\d+, given .* was written before this wait"),
+    "operand_written_in_flight": (128, "an A operand of lane \\d+, given .* was written before this wait"),
+    "product_not_waited_for": (128, "left the kernel without a wait for this product"),
+    "product_not_committed": (128, "left the kernel without a wait for this product"),
+    "product_of_three_warps": (128, "not all warps of the warpgroup have executed this product: 1, 1, 0 and 1"),
+    "product_of_half_a_warpgroup": (160, "a product in a warp that belongs to no whole warpgroup"),
+    "lanes_that_disagree": (128, "other lanes of the warpgroup have"),
+    "warps_that_disagree": (128, "accumulate [01]; other warps of the warpgroup have"),
+    "warps_at_different_products": (128, "other warps of the warpgroup are at the product of probes_sm90.cu"),
+    "lanes_that_commit_different_groups": (128, "lanes of a warp commit groups of different products"),
+    "descriptor_with_base_offset": (128, "of which bits are set that mean nothing, or a base offset"),
+    "product_beyond": (128, "reads 16 bytes of shared memory at offset \\d+; the block has"),
+    "product_without_proxy_fence": (128, "written by thread .* without fence_proxy_async before the barrier"),
+    "product_of_what_is_overwritten": (128, "reads shared memory at .*, written by thread .*|writes .*, read by"),
+    "product_of_a_stage_released_early": (160, "asynchronous copy|read by a wgmma"),
+    # Registers
+    "registers_that_nobody_gives": (384, "deadlock.*setmaxnreg, 40 registers more, \\d+ are free"),
+    "registers_taken_away_twice": (128, "setmaxnreg from 40 to 48 registers"),
+    "registers_too_few": (128, "setmaxnreg 20; wanted a multiple of 8 from 24 to 256"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules(emulator, probe, name):
+    """Each rule, broken, is reported whatever the seed."""
+    threads, message = RULES[name]
+    for seed in SEEDS:
+        with pytest.raises(emulator.EmulatorError) as error:
+            probe(name, threads=threads, seed=seed)
+        assert re.search(message, str(error.value), re.DOTALL), str(error.value)
+        assert "probes_sm90.cu" in str(error.value) or "deadlock" in str(error.value)
+
+
+# Small kernels --------------------------------------------------------------------------------------------------
+
+
+def chosen():
+    """One case of each kind: every form of a product, and the kernels that pass tiles on."""
+    from emulator.kernels import run
+
+    names = {
+        "product-bfloat16-K-K-n16-k128-span128", "product-bfloat16-K-MN-n96-k128-span128",
+        "product-bfloat16-registers-K-n128-k128-span128", "product-bfloat16-registers-MN-n256-k64-span128",
+        "product-bfloat16-MN-MN-n128-k128-span128", "product-bfloat16-K-K-n64-k96-span32",
+        "product-bfloat16-MN-MN-n96-k64-span64", "product-float16-registers-MN-n128-k64-span128",
+    }  # fmt: skip
+    cases = [case for case in run.cases() if case.name in names or case.kernel != "products"]
+    assert names <= {case.name for case in cases}
+    return [*cases, run.repeated()]
+
+
+def compiled(function, items):
+    """What the function, which compiles, returns for each item; two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(function, items))
+
+
+@pytest.fixture(scope="module")
+def built(emulator):
+    """The chosen cases, compiled beforehand."""
+    compiled(lambda case: emulator.build(case.text(str(emulator.HERE)), f"cuflash::{case.kernel}"), chosen())
+
+
+@pytest.mark.parametrize("case", chosen(), ids=lambda case: case.name)
+def test_small_kernels(emulator, built, case):
+    """The emulator, NumPy and, where a GPU has run it, the GPU agree."""
+    from emulator.kernels import run
+
+    kept = np.load(run.EXPECTED) if run.EXPECTED.is_file() else {}
+    for seed in range(4):
+        for name, result in run.emulate(case, seed).items():
+            assert np.array_equal(result, case.results[name])
+            assert f"{case.name}/{name}" not in kept or np.array_equal(result, kept[f"{case.name}/{name}"])
+
+
+def test_small_kernels_compile_for_a_gpu(nvrtc):
+    from emulator.kernels import run
+
+    for case in (*run.cases(), run.repeated()):
+        log = run.compile_log(case)
+        assert not re.search("C7[56]|warning|[1-9]\\d* bytes spill", log), log
+
+
+# Mutations ------------------------------------------------------------------------------------------------------
+
+
+def mutations():
+    from emulator.mutations_sm90 import MUTATIONS
+
+    return MUTATIONS
+
+
+@pytest.fixture(scope="module")
+def mutated(emulator):
+    """The texts of all mutations by name, compiled beforehand, and what is said of the cases as they are."""
+    from emulator.mutations_sm90 import caught
+
+    def text(mutation):
+        wrong = mutation.text()
+        emulator.build(wrong, f"cuflash::{mutation.case.kernel}")
+        return wrong
+
+    texts = compiled(text, mutations())
+    cases = {id(mutation.case): mutation.case for mutation in mutations()}
+    unmutated = {key: caught(case) for key, case in cases.items()}
+    return dict(zip((mutation.name for mutation in mutations()), texts, strict=True)), unmutated
+
+
+@pytest.mark.parametrize("mutation", mutations(), ids=lambda mutation: mutation.name)
+def test_mutation_is_caught(mutated, mutation, record_property):
+    from emulator.mutations_sm90 import caught
+
+    texts, unmutated = mutated
+    said = caught(mutation.case, texts[mutation.name])
+    record_property("caught by", said)
+    assert said, "nothing noticed"
+    assert unmutated[id(mutation.case)] is None

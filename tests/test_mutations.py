@@ -1,0 +1,29 @@
+"""Seeded mistakes in the kernels are caught on the emulator, and by nothing but the mistake."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+mutations = pytest.importorskip("emulator.mutations")
+
+
+@pytest.fixture(scope="module")
+def overlays(emulator, tmp_path_factory):
+    """A folder for every mutation, the kernels that its problem takes compiled beforehand, two at a time."""
+    folders = {m.name: m.overlay(tmp_path_factory.mktemp(m.name)) for m in mutations.MUTATIONS}
+
+    def compiled(mutation):
+        arrays = mutation.recipe.arrays()
+        emulator.Emulator(overlay=folders[mutation.name]).prepare(*arrays, **mutation.recipe.keywords)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compiled, mutations.MUTATIONS))
+    return folders
+
+
+@pytest.mark.parametrize("mutation", mutations.MUTATIONS, ids=lambda mutation: mutation.name)
+def test_mutation_is_caught(emulator, overlays, mutation, record_property):
+    said = mutation.caught(overlays[mutation.name])
+    record_property("caught by", said)
+    assert said, "nothing noticed"
+    assert mutation.caught(emulator.HERE) is None
