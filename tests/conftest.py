@@ -97,7 +97,7 @@ def xp(engine):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Skips for want of a GPU or compiler are a line each of the summary; of a GPU, failures with CUFLASH_REQUIRE_GPU=1."""
+    """Skips for want of a GPU or a compiler are a line each; those of a GPU fail with CUFLASH_REQUIRE_GPU=1."""
     report = yield
     wanted = next((what for what in (NO_GPU, NO_COMPILER) if report.skipped and what in str(report.longrepr)), None)
     if wanted:
