@@ -155,10 +155,13 @@ def run_tests(json, seconds, at_once=6):
 def main(argv=None):
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("compile", "tests"))
+    parser.add_argument("part", choices=("compile", "tests", "engines"))
     parser.add_argument("--json", metavar="FILE", help="record to write to")
     parser.add_argument("--seconds", type=float, default=480)
     options = parser.parse_args(argv)
+    if options.part == "engines":  # that run here, for loops of a shell
+        print(*dict.fromkeys(variant.engine for variant in _plan.variants(limits())))
+        return 0
     if options.part == "compile":
         return int(bool(compile_all()))
     return run_tests(options.json, options.seconds)

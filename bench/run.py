@@ -43,9 +43,11 @@ def parse(argv=None):
     parser.add_argument("--length", default="2048,8192")
     parser.add_argument("--mask", default="full,causal")
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--group", type=int, default=1, help="query heads a key head")
+    parser.add_argument("--window", type=int, default=1023, help="keys on the left that a row sees, for mask window")
     parser.add_argument("--width", type=int, default=2048, help="heads x head_dim")
     parser.add_argument("--contenders", default="fa2,cudnn", help="names by commas; '' for none")
-    parser.add_argument("--rival", help="the contender the cases are judged against; default the first")
+    parser.add_argument("--rival", help="the contender the cases are judged against, or best; default the first")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--launches", type=int, help="a round; default 20, on the CPU 1")
     parser.add_argument("--quick", action="store_true", help="2 rounds of 5 launches")
@@ -70,10 +72,11 @@ def cells(options):
             for mask in options.mask:
                 for length in options.length:
                     heads = options.width // head_dim
+                    window = (options.window, 0) if mask == "window" else None
                     yield record.Case(
                         what="forward", engine=options.engine, dtype=dtype, head_dim=head_dim, value_dim=head_dim,
                         mask=mask, queries=length, length=length, batch=max(1, options.tokens // length),
-                        heads=heads, key_heads=heads,
+                        heads=heads, key_heads=heads // options.group, window=window,
                     )  # fmt: skip
 
 
@@ -85,11 +88,14 @@ class Inputs:
 
     def __call__(self, case):
         """Host arrays and engine arrays, each three of (batch, heads, length, dim)."""
-        shape = (case.batch, case.length, case.heads, case.head_dim)
-        key = case.dtype, math.prod(shape)
+        shapes = [(case.batch, case.length, heads, case.head_dim) for heads in (case.heads, *[case.key_heads] * 2)]
+        key = case.dtype, math.prod(shapes[0])
         if key not in self.drawn:
             self.drawn = {key: self._draw(*key)}
-        return tuple([x.reshape(shape).swapaxes(1, 2) for x in arrays] for arrays in self.drawn[key])
+        return tuple(
+            [x[: math.prod(shape)].reshape(shape).swapaxes(1, 2) for x, shape in zip(arrays, shapes, strict=True)]
+            for arrays in self.drawn[key]
+        )
 
     def _draw(self, dtype, size):
         rng = np.random.default_rng(2205)
@@ -159,6 +165,9 @@ def measure(case, options, inputs, rivals, timer):
     )
     ms = statistics.median(rounds["ours"])
     theirs = {name: rounds.get(name) for name in rivals}
+    rival = options.rival or next(iter(options.contenders), None)
+    if rival == "best":
+        rival = min(filter(theirs.get, theirs), key=lambda name: statistics.median(theirs[name]), default=None)
     return record.case_row(
         case,
         variant=gpu.variant_of("forward", q, k, v, **keywords),
@@ -168,7 +177,7 @@ def measure(case, options, inputs, rivals, timer):
         extra_bytes=extra,
         error_over_bound=error,
         contenders={name: figures and statistics.median(figures) for name, figures in theirs.items()},
-        rival=options.rival or next(iter(options.contenders), None),
+        rival=rival,
         ratios={name: figures and timing.ratio(rounds["ours"], figures) for name, figures in theirs.items()},
         rounds=rounds,
         launches=options.launches,
@@ -191,8 +200,11 @@ def line(row):
 def summary(rows):
     """Geometric mean and worst cell of the ratio to each contender, one line each."""
     lines = []
-    for name in dict.fromkeys(name for row in rows for name in row["ratios"]):
-        ratios = [(row["ratios"][name], row) for row in rows if row["ratios"].get(name)]
+    for name in (*dict.fromkeys(name for row in rows for name in row["ratios"]), "best"):
+        ratios = [(row["ratios"].get(name), row) for row in rows]
+        if name == "best":
+            ratios = [(min(filter(None, row["ratios"].values()), default=None), row) for row in rows]
+        ratios = [(value, row) for value, row in ratios if value]
         if ratios:
             worst, row = min(ratios, key=lambda pair: pair[0])
             mean = statistics.geometric_mean([value for value, _ in ratios])

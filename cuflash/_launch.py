@@ -22,7 +22,7 @@ MOST_CALLS = 1024  # prepared calls that are kept
 MOST_MAPS = 64  # tensor maps that a prepared call keeps of each operand
 
 _calls = {}
-_tickets = {}  # by device and stream
+_tickets = {}  # by device, stream and thread
 _captured = []  # what graphs read and write: their replays do not end where a call does
 _lock = threading.Lock()
 
@@ -153,7 +153,7 @@ class _CuPy:
     def __init__(self):
         import cupy
 
-        self.empty, self.zeros, self.multiply = cupy.empty, cupy.zeros, cupy.multiply
+        self.empty, self.multiply = cupy.empty, cupy.multiply
         self.current_device, self.with_device = cupy.cuda.runtime.getDevice, cupy.cuda.Device
         self.current_stream = cupy.cuda.get_current_stream
 
@@ -173,13 +173,19 @@ class _CuPy:
         """
         stream = self.current_stream()
         if stream.is_capturing():
-            _captured.append(self.zeros(1, np.int32))
-            return _captured[-1].data.ptr
+            ticket = self._zero()
+            _captured.append(ticket)
+            return ticket.data.ptr
         key = device, stream.ptr, threading.get_ident()
         ticket = _tickets.get(key)
         if ticket is None:
-            ticket = _tickets[key] = self.zeros(1, np.int32)
+            ticket = _tickets[key] = self._zero()
         return ticket.data.ptr
+
+    def _zero(self):
+        array = self.empty(1, np.int32)
+        array.fill(0)
+        return array
 
     tensor_map = staticmethod(tensor_map)
 
@@ -204,12 +210,12 @@ class _GpuForward:
         args = np.zeros(1, step.variant.args)
         for name, value in step.args.items():
             args[name] = value
-        packed, first = args.tobytes(), self.pointers.size
-        maps = [(args.dtype.fields[field][1], ("q", "k", "v", "out").index(tensor.operand), tensor) for field, tensor in step.tensor_maps.items()]
-        start, end = (maps[0][0], maps[-1][0] + 128) if maps else (first, first)
+        packed, start = args.tobytes(), self.pointers.size
+        places = [args.dtype.fields[field][1] for field in step.tensor_maps]
+        first, end = (places[0], places[-1] + 128) if places else (start, start)
+        maps = [(("q", "k", "v", "out").index(each.operand), each, {}) for each in step.tensor_maps.values()]
         kernel = self.backend.load(step.variant, self.device)
-        maps = [(operand, tensor, {}) for _, operand, tensor in maps]
-        return kernel, (step.grid,), (step.threads,), step.shared_bytes, packed[first:start], maps, packed[end:]
+        return kernel, (step.grid,), (step.threads,), step.shared_bytes, packed[start:first], maps, packed[end:]
 
     def _map(self, tensor, kept, pointer):
         """The bytes of a tensor map, by the address of its operand."""

@@ -176,9 +176,14 @@ HOPPER_TILES = {
 }
 
 
+def hopper_dims(head_dim, value_dim):
+    """Head dims as the sm90 engine compiles them."""
+    return next(dims for dims in HOPPER_TILES if head_dim <= dims[0] and value_dim <= dims[1])
+
+
 def hopper_variant(dtype, mask, head_dim, value_dim):
     """The sm90 engine's forward kernel for head dims as given."""
-    dims = next(dims for dims in HOPPER_TILES if head_dim <= dims[0] and value_dim <= dims[1])
+    dims = hopper_dims(head_dim, value_dim)
     tile_q, tile_k, query_registers, out_staged, early = HOPPER_TILES[dims]
     consumers, (query_panels, value_panels) = tile_q // 64, (-(-dim // 64) for dim in dims)
     shared = 128 * tile_q * (query_panels + out_staged * value_panels)  # rows of 128 bytes
@@ -291,7 +296,8 @@ def _not_for_hopper(problem):
 def _portable_forward(problem, limits, reason):
     variant = forward_variant(problem.dtype, problem.mask.name, *_padded(problem.head_dim, problem.value_dim), limits)
     pack = _pack(problem, lambda pack: variant.tile_q)
-    args, operands, _, copies, buffers = _forward(problem, pack, variant.tile_q, 16 if variant.kernel == "forward" else 1)
+    chunk = 16 if variant.kernel == "forward" else 1
+    args, operands, _, copies, buffers = _forward(problem, pack, variant.tile_q, chunk)
     blocks = args["schedule"][0] * args["schedule"][2]
     args["out_vectors"] = int(_in_chunks(operands["out"], ELEMENTS[problem.dtype].itemsize))
     steps = tuple(
@@ -332,7 +338,8 @@ def _forward(problem, pack, tile_q, chunk, key_box=None):
     head_blocks = problem.heads // pack
     heads = head_blocks * math.prod(problem.batch)
     where = {
-        name: (*(axis[n] for axis in strides), *operand.strides[-3:-1]) for n, (name, operand) in enumerate(operands.items())
+        name: (*(axis[n] for axis in strides), *operand.strides[-3:-1])
+        for n, (name, operand) in enumerate(operands.items())
     }
     args = {
         **{f"{name}_strides": places for name, places in where.items()},

@@ -6,7 +6,7 @@ The driver's function is called by ctypes, since CuPy does not wrap it; it touch
 import ctypes
 from functools import cache
 
-_SPANS = {2: 1}  # CU_TENSOR_MAP_DATA_TYPE_UINT16 for elements of two bytes: bits are copied as they are
+_TYPES = {2: 1}  # CU_TENSOR_MAP_DATA_TYPE_UINT16 for elements of two bytes: bits are copied as they are
 _SWIZZLE_128, _PROMOTE_256, _ZEROS = 3, 3, 0
 
 
@@ -27,15 +27,13 @@ def tensor_map(pointer, itemsize, dims, strides, box):
     rank = len(dims)
     storage = ctypes.create_string_buffer(256)
     address = -(-ctypes.addressof(storage) // 128) * 128
+    wide, word = ctypes.c_uint64, ctypes.c_uint32
     result = _encode()(
-        address, _SPANS[itemsize], rank, pointer, (ctypes.c_uint64 * rank)(*dims),
-        (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*(1,) * rank),
-        0, _SWIZZLE_128, _PROMOTE_256, _ZEROS,
+        address, _TYPES[itemsize], rank, pointer, (wide * rank)(*dims), (wide * (rank - 1))(*strides),
+        (word * rank)(*box), (word * rank)(*(1,) * rank), 0, _SWIZZLE_128, _PROMOTE_256, _ZEROS,
     )  # fmt: skip
     if result:
-        raise RuntimeError(
-            f"cuTensorMapEncodeTiled: error {result} for address {pointer:#x}, dims {dims}, strides {strides}, box {box}"
-        )
+        raise RuntimeError(f"cuTensorMapEncodeTiled: error {result} for {dims} by {strides} bytes, box {box}")
     return ctypes.string_at(address, 128)
 
 

@@ -93,8 +93,8 @@ class Variant:
         """The facts spelled out: a label for benchmarks, tests and errors."""
         dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}v{self.value_dim}"
         tiles = f"q{self.tile_q}_k{self.tile_k}_w{self.warps}_b{self.blocks_per_sm}"
-        rest = f"_s{self.stages}" + "_r" * self.query_registers + "_o" * self.out_staged + f"_e{self.early}" * (self.early > 0)
-        return f"{self.kernel}_{ELEMENTS[self.element].short}_{self.mask}_{dims}_{tiles}{rest}"
+        more = "_r" * self.query_registers + "_o" * self.out_staged + f"_e{self.early}" * (self.early > 0)
+        return f"{self.kernel}_{ELEMENTS[self.element].short}_{self.mask}_{dims}_{tiles}_s{self.stages}{more}"
 
     @property
     def entry(self):
@@ -125,7 +125,7 @@ class Variant:
             for name, (_, offset) in ((name, self.args.fields[name][:2]) for name in self.args.names)
         )
         return (
-            f"{self._products()}// {self.name}\nnamespace cuflash {{\n{declared}using Element = {element.struct};\n"
+            f"// {self.name}\nnamespace cuflash {{\n{declared}using Element = {element.struct};\n"
             f"struct {mask.__name__};\nusing Mask = {mask.__name__};\n{numbers}"
             f"constexpr bool LAST_FIRST = {'false' if self.mask == 'full' else 'true'};  // long rows of tiles first\n"
             f"{_OFFSET_OF}template <typename A>\nstruct ArgsLayout {{\n"
@@ -138,12 +138,18 @@ class Variant:
         """Whether it takes instructions that sm_90a alone has."""
         return self.kernel.endswith("_sm90")
 
-    def _products(self):
+    @property
+    def engine(self):
+        """The engine that launches it."""
+        return "sm90" if self.hopper else "portable"
+
+    def products(self):
+        """The products of a warpgroup of the sizes in use."""
         return wgmma(self.element, (self.tile_k, self.value_dim)) if self.hopper else ""
 
     def text(self, overlay=None):
         """The whole text to compile. Files in the folder ``overlay`` take the place of those of the same name."""
-        return self.preamble() + _assemble(self.file, overlay)
+        return self.products() + self.preamble() + _assemble(self.file, overlay)
 
 
 @lru_cache(maxsize=1)

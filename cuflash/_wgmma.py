@@ -11,8 +11,7 @@ def wgmma(element, sizes):
     """Text of ``Wgmma<N>`` for each N of ``sizes``, elements of one kind."""
     structs = "".join(_struct(_TYPES[element], n) for n in sorted(set(sizes)))
     return (
-        f"#ifdef __CUDACC_RTC__\nnamespace cuflash {{\ntemplate <int N>\nstruct Wgmma;\n{structs}}}  // namespace cuflash\n"
-        f"#endif\n"
+        f"#ifdef __CUDACC_RTC__\nnamespace cuflash {{\ntemplate <int N>\nstruct Wgmma;\n{structs}}}\n#endif\n"
     )
 
 

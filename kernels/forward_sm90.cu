@@ -692,7 +692,7 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
     if (OUT_STAGED && leader) cp_async_bulk_wait_group_read<0>();  // shared memory goes with the block
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) cuflash_forward_sm90(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_forward_sm90(const __grid_constant__ Args args) {
     const uint32 shared = shared_memory();
     const Mask mask(args.keys, args.first_shift, args.end_shift);
     if (thread_index() == 0) {

@@ -24,6 +24,7 @@ from cuflash._dtypes import ELEMENTS
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 HOPPER = _plan.KNOWN[9, 0]
+OLDER = replace(HOPPER, nvrtc=(12, 8))  # a compiler that knows too little of Hopper
 KEYWORDS = {"scale": None, "causal": False, "window": None, "return_lse": False, "out": None, "engine": None}
 
 
@@ -69,7 +70,7 @@ PRETENDED = SimpleNamespace(
 
 
 @contextlib.contextmanager
-def pretended_gpu(limits=HOPPER):
+def pretended_gpu(limits=OLDER):
     """Inside, `DeviceArray` is CuPy's array; yields the (batch, head, row) that the kernels wrote."""
     written = []
     with pytest.MonkeyPatch.context() as patch:
@@ -151,7 +152,8 @@ SMALL = {"max_length": 40, "max_head_dim": 40, "dtypes": ("float32", "float16", 
 @given(testing.problems(**SMALL), st.sampled_from(sorted(_plan.KNOWN)), st.sampled_from((2**31 - 1, 3)))
 def test_a_gpu_call_reads_and_writes_the_right_rows(recipe, capability, largest_grid):
     q, k, v = (DeviceArray(x) for x in recipe.arrays())
-    with pretended_gpu(_plan.KNOWN[capability]) as written, pytest.MonkeyPatch.context() as patch:
+    limits = replace(_plan.KNOWN[capability], nvrtc=OLDER.nvrtc)
+    with pretended_gpu(limits) as written, pytest.MonkeyPatch.context() as patch:
         patch.setattr(_plan, "LARGEST_GRID", largest_grid)
         for _ in range(2):  # the second call is a prepared one
             written.clear()
@@ -363,13 +365,13 @@ FORWARD = [
         QKV, words(window=(0, -1), causal=True), ValueError,
         "window right is -1, negative; wanted 0 or more, or None for unlimited",
     ),
-    (QKV, words(engine="fast"), ValueError, "engine is 'fast'; wanted None or one of 'numpy', 'portable'"),
-    (QKV, words(engine=[]), ValueError, "engine is []; wanted None or one of 'numpy', 'portable'"),
+    (QKV, words(engine="fast"), ValueError, "engine is 'fast'; wanted None or one of 'numpy', 'portable', 'sm90'"),
+    (QKV, words(engine=[]), ValueError, "engine is []; wanted None or one of 'numpy', 'portable', 'sm90'"),
     (
         QKV, words(engine=np.ones(2)), ValueError,
-        "engine is array([1., 1.]); wanted None or one of 'numpy', 'portable'",
+        "engine is array([1., 1.]); wanted None or one of 'numpy', 'portable', 'sm90'",
     ),
-    (QKV, words(engine=1), ValueError, "engine is 1; wanted None or one of 'numpy', 'portable'"),
+    (QKV, words(engine=1), ValueError, "engine is 1; wanted None or one of 'numpy', 'portable', 'sm90'"),
     (
         QKV, words(engine="portable"), ValueError,
         "engine is 'portable', the arrays are numpy's; wanted an engine for those",
@@ -735,10 +737,10 @@ def test_structs_give_the_same_ends(mask, first_shift, end_shift, keys):
 # Plans ----------------------------------------------------------------------------------------------------------
 
 
-def planned(q, k, v, limits=HOPPER, **keywords):
+def planned(q, k, v, limits=HOPPER, engine=None, **keywords):
     """The plan for NumPy arrays, were they on a GPU."""
     problem = _problem.forward(q, k, v, **(KEYWORDS | keywords))
-    return _plan.plan(replace(problem, library="cupy", device=0), limits)
+    return _plan.plan(replace(problem, library="cupy", device=0, engine=engine), limits)
 
 
 @pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
@@ -805,20 +807,31 @@ def unaddressable(array):
     return array.size > 0 and bool(strided or (array.itemsize == 2 and odd))
 
 
+def no_tensor(array):
+    """Whether a tensor map cannot hold an array: rows that are one, or a stride that is negative."""
+    axes = [(n, s) for n, s in zip(array.shape[:-1], array.strides, strict=False) if n > 1]
+    return array.size > 0 and (any(s < 0 for _, s in axes) or (array.shape[-2] > 1 and array.strides[-2] == 0))
+
+
+@pytest.mark.parametrize("limits", [OLDER, HOPPER], ids=["portable", "sm90"])
 @settings(max_examples=1000)
 @given(testing.problems(max_length=40))
-def test_copies_are_made_only_where_a_kernel_cannot_address(recipe):
+def test_copies_are_made_only_where_a_kernel_cannot_address(limits, recipe):
     q, k, v = recipe.arrays()
-    plan = planned(q, k, v, **recipe.keywords)
+    plan = planned(q, k, v, limits, **recipe.keywords)
     scale = recipe.scale if recipe.scale is not None else 1
     wanted = {name for name, array in zip("qkv", (q, k, v), strict=True) if unaddressable(array)}
     wanted |= {"q"} if scale <= 0 else set()
+    if plan.engine == "sm90":
+        wanted |= {name for name, array in zip("qkv", (q, k, v), strict=True) if no_tensor(array)}
+        wanted |= {"out"} if recipe.value_dim % 8 else set()
     if not plan.steps:  # nothing is going to be read
         wanted = set()
     assert {copy.name for copy in plan.copies} == wanted
     for copy in plan.copies:
         assert copy.pitch % 16 == 0 and copy.factor == (1.0 if copy.name != "q" or scale > 0 else np.sign(scale))
-        assert math.prod(copy.shape) <= max(dict(zip("qkv", (q, k, v), strict=True))[copy.name].size, 1)
+        if copy.name != "out":
+            assert math.prod(copy.shape) <= max(dict(zip("qkv", (q, k, v), strict=True))[copy.name].size, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -853,12 +866,51 @@ def test_a_problem_and_a_plan_print_themselves_in_a_line():
     q, k, v = x(3, 2, 8, 4, 64, dtype=np.float16), x(1, 2, 2, 90, 64, dtype=np.float16), x(2, 90, 300)[..., ::10]
     problem = _problem.forward(q, k, v.astype(np.float16), **(KEYWORDS | {"causal": True}))
     assert str(problem) == "forward float16 causal batch 3x2 heads 8/2 queries 4 keys 90 head_dim 64/30"
-    plan = _plan.plan(replace(problem, library="cupy", device=0), HOPPER)
-    assert str(plan) == (
-        "portable (the engine of every GPU since sm_80, here sm_90, 227 KB shared, 132 SMs): "
-        f"{plan.steps[0].variant.name} x 12; copies v"
+    older, hopper = (_plan.plan(replace(problem, library="cupy", device=0), limits) for limits in (OLDER, HOPPER))
+    assert str(older) == (
+        "portable (the engine of every GPU since sm_80, here sm_90, 227 KB shared, 132 SMs; NVRTC 12.8 is older than "
+        f"12.9): {older.steps[0].variant.name} x 12; copies v"
+    )
+    assert str(hopper) == (
+        f"sm90 (Hopper's own, here sm_90, 227 KB shared, 132 SMs): {hopper.steps[0].variant.name} x 12; copies v, out"
     )
     assert str(_plan.plan(problem, None)) == "numpy (the arrays are NumPy's): no launch"
+
+
+@pytest.mark.parametrize(
+    "dtype, shape, limits, why",
+    [
+        ("float16", (4, 8), HOPPER, None),
+        ("float16", (0, 8), HOPPER, "a tensor map has no empty axis"),
+        ("float32", (4, 8), HOPPER, "wgmma has no float32"),
+        ("bfloat16", (4, 8), OLDER, "NVRTC 12.8 is older than 12.9"),
+        ("bfloat16", (4, 8), _plan.KNOWN[8, 0], "wgmma is sm_90's alone"),
+        ("bfloat16", (4, 8), _plan.KNOWN[10, 0], "wgmma is sm_90's alone"),
+    ],
+)
+def test_what_hopper_does_not_take_goes_to_the_portable_engine(dtype, shape, limits, why):
+    q = np.zeros(shape, DTYPES[dtype])
+    plan = planned(q, q, q, limits)
+    assert plan.engine == ("portable" if why else "sm90") and (why or "Hopper") in plan.reason
+    if why:
+        with pytest.raises(ValueError, match=f"^forward: engine is 'sm90', but {why}; wanted 'portable' or None$"):
+            planned(q, q, q, limits, engine="sm90")
+    assert planned(q, q, q, limits, engine="portable").reason == "asked for"
+
+
+def test_a_tensor_map_is_what_a_kernel_takes_a_box_of():
+    q, k, v = (np.zeros((3, 90, heads, 64), np.float16).swapaxes(-3, -2) for heads in (8, 2, 2))
+    plan = planned(q[:, :, :5], k, v, causal=True)
+    (step,) = plan.steps
+    assert not plan.copies and step.args["pack"] == 4 and step.args["rows"] == 64
+    maps, size = step.tensor_maps, 2
+    assert maps["k_map"].dims == (64, 2, 90, 1, 3) and maps["k_map"].box == (64, 1, step.variant.tile_k, 1, 1)
+    assert maps["k_map"].strides == (64 * size, 128 * size, 16, 90 * 128 * size)
+    assert maps["q_map"].dims == (64, 8, 5, 1, 3) and maps["q_map"].box == (64, 4, 16, 1, 1)
+    assert maps["out_map"].box == (64, 4, 4, 1, 1)
+    three = planned(q[:, :6, :5], k, v).steps[0]
+    assert three.args["rows"] == 63 and three.tensor_maps["q_map"].box == (64, 3, 21, 1, 1)
+    assert "out_map" not in three.tensor_maps and not three.args["out_boxes"]
 
 
 def test_explain_says_what_would_run_and_why():
@@ -958,13 +1010,14 @@ def test_merging_does_not_overflow():
 # Text -----------------------------------------------------------------------------------------------------------
 
 EXAMPLES = [_plan.forward_variant(dtype, mask, 64, 64, HOPPER) for dtype in DTYPES for mask in _masks.MASKS]
+EXAMPLES += [_plan.hopper_variant("float16", mask, 64, 64) for mask in _masks.MASKS]
 
 
 @pytest.mark.parametrize("variant", EXAMPLES, ids=lambda variant: variant.name)
 def test_text_holds_each_file_once_and_says_where_each_line_is_from(variant):
     lines = variant.text().splitlines()
     started, name, number = Counter(), None, 0
-    for line in lines[len(variant.preamble().splitlines()) :]:
+    for line in lines[len((variant.products() + variant.preamble()).splitlines()) :]:
         mark = re.fullmatch(r'#line (\d+) "kernels/(.+)"', line)
         if mark:
             number, name = int(mark[1]), mark[2]
@@ -1009,12 +1062,13 @@ def test_args_lie_where_the_struct_puts_them(kernel):
     """The layout of C, computed from the struct's declaration."""
     file, args = _variant.KERNELS[kernel]
     sizes = {"const char*": 8, "char*": 8, "int64": 8, "int": 4, "float": 4, "double": 8, "Strides": 32, "Schedule": 16}
+    sizes["TensorMap"] = 128
     offset, widest, found = 0, 1, {}
     declarations = re.sub("//.*", "", structs(file)["Args"]).replace("char* ", "char *")
     for kind, names in re.findall(r"(const char|\w+) (.+?);", declarations):
         for name in names.split(", "):
             size = sizes[kind + "*" * name.startswith("*")]
-            align = min(size, 8)
+            align = size if kind == "TensorMap" else min(size, 8)
             offset = -(-offset // align) * align
             found[name.lstrip("*")] = offset
             offset, widest = offset + size, max(widest, align)

@@ -28,6 +28,7 @@ from cuflash._dtypes import ELEMENTS
 
 H200 = _plan.KNOWN[9, 0]
 VARIANTS = [variant for variant in _plan.variants(H200) if variant.head_dim in (32, 128) and variant.value_dim < 256]
+VARIANTS = [variant for variant in VARIANTS if not variant.hopper]
 
 
 @pytest.fixture
@@ -320,7 +321,7 @@ def test_sanitizer_problems_reach_their_variants(h200):
     for variant in _plan.variants(H200):
         for *shapes, keywords in sanitize.problems_of(variant):
             arrays = [np.empty(shape, ELEMENTS[variant.element].dtype) for shape in shapes]
-            assert gpu.variant_of("forward", *arrays, engine="portable", **keywords) == variant.name
+            assert gpu.variant_of("forward", *arrays, engine=variant.engine, **keywords) == variant.name
 
 
 def fuzz_on_the_host(monkeypatch, variants):
