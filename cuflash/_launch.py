@@ -19,11 +19,13 @@ from ._tensor_map import tensor_map
 
 MOST_CALLS = 1024  # prepared calls that are kept
 
+TICKETS, TICKET_BYTES = 1024, 128  # made at once; each alone in a line of the cache
 MOST_MAPS = 64  # tensor maps that a prepared call keeps of each operand
 
 _calls = {}
 _tickets = {}  # by device, stream and thread
-_captured = []  # what graphs read and write: their replays do not end where a call does
+_spare_tickets = {}  # by device
+_captured = []  # what graphs read and write, whose replays do not end where a call does; and all tickets
 _lock = threading.Lock()
 
 
@@ -168,24 +170,29 @@ class _CuPy:
     def ticket(self, device):
         """Address of an int32 that is 0 whenever a launch in the current stream begins, as each leaves it.
 
-        A graph has its own: where it is replayed is not known here. So has a thread, since a stream of all threads'
-        own has one handle.
+        A launch in a graph has its own: where it is replayed is not known here. So has a thread, since the streams
+        that are each thread's own share a handle.
         """
         stream = self.current_stream()
         if stream.is_capturing():
-            ticket = self._zero()
-            _captured.append(ticket)
-            return ticket.data.ptr
+            return self._spare_ticket(device)
         key = device, stream.ptr, threading.get_ident()
         ticket = _tickets.get(key)
         if ticket is None:
-            ticket = _tickets[key] = self._zero()
-        return ticket.data.ptr
+            ticket = _tickets[key] = self._spare_ticket(device)
+        return ticket
 
-    def _zero(self):
-        array = self.empty(1, np.int32)
-        array.fill(0)
-        return array
+    def _spare_ticket(self, device):
+        with _lock:
+            spare = _spare_tickets.setdefault(device, [])
+            if not spare:  # which waits for the GPU, once for many calls, and cannot be while a graph is captured
+                with self.with_device(device):
+                    zeros = self.empty((TICKETS, TICKET_BYTES // 4), np.int32)
+                    zeros.fill(0)
+                    self.current_stream().synchronize()
+                _captured.append(zeros)
+                spare += range(zeros.data.ptr, zeros.data.ptr + zeros.nbytes, TICKET_BYTES)
+            return spare.pop()
 
     tensor_map = staticmethod(tensor_map)
 
@@ -202,6 +209,8 @@ class _GpuForward:
         self.copies = {copy.name: copy for copy in plan.copies}
         self.out, self.lse = map(_Allocation, plan.buffers[:2])
         self.ticket = any(buffer.zeroed for buffer in plan.buffers)
+        if self.ticket:
+            self.backend.ticket(self.device)  # so that there are some
         self.pointers = struct.Struct("6Q" if self.ticket else "5Q")  # q, k, v, out, lse, ticket
         self.steps = [self._pack(step) for step in plan.steps]
 

@@ -111,6 +111,30 @@ def test_graph_replays_with_other_inputs(kind):
     assert_same(results, expected)
 
 
+def test_graphs_and_streams_draw_tickets_of_their_own(spin):
+    """Several launches of more tiles than multiprocessors at once, one of them in two graphs."""
+    problem = recipe(batch=(8,), heads=16, key_heads=16, queries=1000, keys=1000)
+    arrays = problem.arrays(cupy)
+    expected = run(problem, arrays)
+    cupy.cuda.Device().synchronize()
+    streams, graphs, results = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)], [], []
+    for stream in streams[:2]:
+        with stream:
+            run(problem, arrays)
+            stream.begin_capture()
+            results.append(run(problem, arrays))
+            graphs.append(stream.end_capture())
+    for _ in range(5):
+        for graph, stream in zip(graphs, streams, strict=False):
+            graph.launch(stream)
+        for stream in streams[2:]:
+            with stream:
+                results.append(run(problem, arrays))
+    cupy.cuda.Device().synchronize()
+    for result in results:
+        assert_same(result, expected)
+
+
 def test_same_bits_while_the_gpu_is_busy(spin):
     problem = recipe(queries=700, keys=900)
     arrays = problem.arrays(cupy)
@@ -246,6 +270,9 @@ def test_prepared_calls_are_few(monkeypatch):
 def test_arrays_are_not_kept():
     """A prepared call holds on to no array of the caller's, and to no result."""
     pool = cupy.get_default_memory_pool()
+    x = cupy.ones((1, 64, 16), np.float16)
+    cuflash.forward(x, x, x)  # makes tickets, which stay
+    del x
     used = pool.used_bytes()
     x = cupy.ones((1, 64, 16), np.float16)
     out = cuflash.forward(x, x, x)
