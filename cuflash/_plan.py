@@ -286,7 +286,7 @@ def _not_for_hopper(problem):
     """Why the sm90 engine does not take a problem, or None."""
     if problem.dtype not in ("float16", "bfloat16"):
         return f"wgmma has no {problem.dtype}"
-    if problem.keys == 0:
+    if 0 in (problem.keys, problem.value_dim):
         return "a tensor map has no empty axis"
     if problem.queries * problem.heads * math.prod(problem.batch) > MOST_TILES:
         return "a ticket counts no more than 2^30 tiles"
@@ -442,7 +442,8 @@ def _section(problem, pack, heads, tiles):
 def _pack(problem, tile_q, most=None):
     """Query heads that share a block: the whole group, or as much of it as ``most`` allows, where short rows would
     leave tiles emptier than that. ``tile_q(pack)`` rows make a tile."""
-    pack = max(n for n in range(1, min(problem.group, most or problem.group) + 1) if problem.group % n == 0)
+    largest = min(problem.group, most or problem.group)
+    pack = next((n for n in range(largest, 1, -1) if problem.group % n == 0), 1)
     together = problem.queries * pack
     if pack == 1 or not 0 < together <= LONGEST:
         return 1

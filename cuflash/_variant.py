@@ -5,7 +5,7 @@ all includes written in place. The kernel sees nothing else, so the text is a co
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 
@@ -118,7 +118,7 @@ class Variant:
         numbers = "".join(
             f"constexpr int {field.name.upper()} = {getattr(self, field.name)};\n"
             for field in fields(self)
-            if field.type is int
+            if field.type is int and (self.hopper or field.default is MISSING)  # what has a default is Hopper's
         )
         offsets = "".join(
             f'    static_assert(OFFSET_OF(A, {name}) == {offset}, "Args.{name}: not where Python puts it");\n'

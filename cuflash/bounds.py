@@ -366,7 +366,7 @@ class _Rows:
             errors = np.where(rest > 0.5, (moved + sums) / rest, np.inf)
             worst_sums = path.u_weight + path.least_weight + gamma(2 * (self.keys[:, None] + 4) * path.u_sum)
             errors = np.minimum(errors, hull * (1 + 2 * worst_sums))
-            errors += 2 * path.u * (np.abs(out) + errors)
+            errors += 3 * path.u * (np.abs(out) + errors)  # a reciprocal within two roundings, and a product
             errors = _rounded(path, out, errors)
             overflows = np.exp(path.lag) * product(self.seen.astype(float), size) > path.largest
             # An infinite v_j shows unless its weight may have become 0.

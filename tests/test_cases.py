@@ -119,7 +119,7 @@ def triple(xp, *shape, dtype="float32", keys=None, key_heads=None):
 
 
 def path(engine, array):
-    return f"{engine} {array.dtype.name}"
+    return f"{'numpy' if engine == 'numpy' else 'portable'} {array.dtype.name}"
 
 
 def check(engine, actual, q, k, v, **keywords):
@@ -1212,7 +1212,7 @@ def test_import_no_context(engine):
 import os, sys, numpy as np, cuflash
 assert "cupy" not in sys.modules
 if os.fork() == 0:
-    if {engine == "portable"}:
+    if {engine != "numpy"}:
         import cupy as np
     x = np.ones((4, 8), "f")
     os._exit(0 if float(abs(cuflash.forward(x, x, x) - 1).max()) < 1e-6 else 1)

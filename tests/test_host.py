@@ -1039,7 +1039,11 @@ def test_the_preamble_holds_constants_and_types_alone(variant):
     for line in variant.preamble().splitlines():
         assert re.fullmatch(form, line), line
     constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", variant.preamble()))
-    numbers = {field.name: getattr(variant, field.name) for field in fields(variant)}
+    numbers = {
+        field.name: getattr(variant, field.name)
+        for field in fields(variant)
+        if variant.hopper or field.name not in ("query_registers", "out_staged", "early")
+    }
     assert {name.lower(): int(value) for name, value in constants.items()} == {
         name: value for name, value in numbers.items() if isinstance(value, int)
     }
