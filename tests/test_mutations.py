@@ -14,7 +14,7 @@ def overlays(emulator, tmp_path_factory):
 
     def compiled(mutation):
         arrays = mutation.recipe.arrays()
-        emulator.Emulator(overlay=folders[mutation.name]).prepare(*arrays, **mutation.recipe.keywords)
+        mutation.emulator(folders[mutation.name]).prepare(*arrays, **mutation.recipe.keywords)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compiled, mutations.MUTATIONS))

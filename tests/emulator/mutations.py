@@ -52,6 +52,8 @@ class Mutation:
         The problem.
     check : function
         Of `cuflash.testing`, or of its kind.
+    engine : str
+        "portable" or "sm90".
     """
 
     name: str
@@ -60,6 +62,7 @@ class Mutation:
     new: str
     recipe: testing.Recipe
     check: object = testing.check_bound
+    engine: str = "portable"
 
     def overlay(self, folder):
         """Write the kernels' files that the emulator and the mistake replace to a folder; return it."""
@@ -72,9 +75,13 @@ class Mutation:
         (folder / self.file).write_text(text.replace(self.old, self.new), encoding="utf-8")
         return folder
 
-    def run(self, overlay, seed, limits=LIMITS):
+    def emulator(self, overlay, seed=0):
+        """One whose blocks, where they stay, have all tiles of rows to work on."""
+        return Emulator(seed, replace(LIMITS, processors=1), overlay, self.engine)
+
+    def run(self, overlay, seed):
         """What the check says about the kernels of an overlay: None where all is well."""
-        attention = Emulator(seed, limits, overlay).forward
+        attention = self.emulator(overlay, seed).forward
         try:
             self.check(attention, self.recipe, np, f"portable {self.recipe.dtype}")
         except (AssertionError, EmulatorError) as error:
@@ -96,7 +103,11 @@ ONE_STAGE = replace(CAUSAL, heads=1, queries=70, head_dim=192, value_dim=192)
 FAR = replace(CAUSAL, heads=1)
 FLOAT32 = replace(CAUSAL, heads=1, queries=40, keys=50, dtype="float32", head_dim=24, value_dim=24, scale=4.0)
 
+HOPPER = replace(CAUSAL, heads=3, keys=200)  # four tiles of keys, two of rows
+BOXED = replace(HOPPER, key_heads=3)  # heads are not packed, so that out leaves as boxes
+
 BARRIER = "sync_threads();  // what was copied is here for all warps, and all have left what is filled next\n"
+PINS = "            pin(out);\n            pin(weights);\n"
 KEYS = "facts.k = args.k + args.k_strides.offset(place.batch0, place.batch1, place.head"
 
 MUTATIONS = (
@@ -200,4 +211,48 @@ MUTATIONS = (
     ),
     Mutation("fma_hidden_weight_summed", "forward_fma.cu", "if (weight == HIDDEN) continue;", "", FLOAT32),
     Mutation("fma_rescale_left_out", "forward_fma.cu", "out[n] *= factor;", "out[n] *= 1;", FLOAT32),
+    # Hopper
+    Mutation(
+        "keys_released_before_their_product_ends", "forward_sm90.cu",
+        "wgmma_wait_group<1>();\n            pin(scores);\n            release(KEYS_EMPTY, KEYS);",
+        "release(KEYS_EMPTY, KEYS);\n            wgmma_wait_group<1>();\n            pin(scores);", HOPPER,
+        engine="sm90",
+    ),
+    Mutation(
+        "parity_of_values_not_flipped", "forward_sm90.cu", "if (VALUES == 1) value.parity ^= 1;", "", HOPPER,
+        engine="sm90",
+    ),
+    Mutation(
+        "weights_rewritten_under_their_product", "forward_sm90.cu",
+        f"wgmma_wait_group<0>();\n{PINS}            release(VALUES_EMPTY, VALUES);",
+        "release(VALUES_EMPTY, VALUES);", HOPPER, engine="sm90",
+    ),
+    Mutation(
+        "proxy_fence_removed", "forward_sm90.cu", "        fence_proxy_async();\n", "", BOXED, engine="sm90",
+    ),
+    Mutation(
+        "staging_filled_before_it_has_left", "forward_sm90.cu",
+        "if (lane == 0) cp_async_bulk_wait_group_read<0>();  // the rows before have left", "", BOXED, engine="sm90",
+    ),
+    Mutation(
+        "rows_of_the_first_consumer_for_all", "forward_sm90.cu",
+        "place.row + consumer * args.rows, args.pack), place.batch0", "place.row, args.pack), place.batch0", HOPPER,
+        engine="sm90",
+    ),
+    Mutation(
+        "tiles_of_other_consumers_not_skipped", "forward_sm90.cu", "        skip(uniform(done.before));\n", "",
+        replace(HOPPER, causal=False, window=(20, 3)), engine="sm90",
+    ),
+    Mutation(
+        "hopper_tile_taken_for_plain", "forward_sm90.cu", "if (tile >= plain_end) hide", "if (tile > plain_end) hide",
+        HOPPER, engine="sm90",
+    ),
+    Mutation(
+        "hopper_rescale_left_out", "forward_sm90.cu", "                raise(rows, out, scores, score);\n", "",
+        replace(HOPPER, scale=4.0), engine="sm90",
+    ),
+    Mutation(
+        "hopper_hidden_values_not_noticed", "forward_sm90.cu", "ballot(inside && (", "ballot(false && (", HOPPER,
+        testing.check_hidden_keys_may_hold_anything, engine="sm90",
+    ),
 )  # fmt: skip
