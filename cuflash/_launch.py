@@ -20,7 +20,7 @@ from ._tensor_map import tensor_map
 MOST_CALLS = 1024  # prepared calls that are kept
 
 TICKETS, TICKET_BYTES = 1024, 128  # made at once; each alone in a line of the cache
-MOST_MAPS = 64  # tensor maps that a prepared call keeps of each operand
+MOST_MAPS = 64  # sets of operands whose tensor maps a prepared call keeps
 
 _calls = {}
 _tickets = {}  # by device, stream and thread
@@ -215,24 +215,28 @@ class _GpuForward:
         self.steps = [self._pack(step) for step in plan.steps]
 
     def _pack(self, step):
-        """What a launch needs, the arguments as bytes but for the pointers and tensor maps, which come first."""
+        """What a launch needs: the arguments as bytes but for the pointers, which come first; a dict for them with maps."""
         args = np.zeros(1, step.variant.args)
         for name, value in step.args.items():
             args[name] = value
-        packed, start = args.tobytes(), self.pointers.size
-        places = [args.dtype.fields[field][1] for field in step.tensor_maps]
-        first, end = (places[0], places[-1] + 128) if places else (start, start)
-        maps = [(("q", "k", "v", "out").index(each.operand), each, {}) for each in step.tensor_maps.values()]
+        rest = args.tobytes()[self.pointers.size :]
         kernel = self.backend.load(step.variant, self.device)
-        return kernel, (step.grid,), (step.threads,), step.shared_bytes, packed[start:first], maps, packed[end:]
+        return kernel, (step.grid,), (step.threads,), step.shared_bytes, rest, step, {}
 
-    def _map(self, tensor, kept, pointer):
-        """The bytes of a tensor map, by the address of its operand."""
-        if pointer not in kept:
+    def _with_maps(self, rest, step, kept, pointers):
+        """The arguments after the pointers with the tensor maps of these operands in their places."""
+        maps = kept.get(pointers)
+        if maps is None:
             if len(kept) >= MOST_MAPS:
                 kept.clear()
-            kept[pointer] = self.backend.tensor_map(pointer, self.itemsize, tensor.dims, tensor.strides, tensor.box)
-        return kept[pointer]
+            packed = bytearray(self.pointers.size) + rest
+            for field, tensor in step.tensor_maps.items():
+                start = step.variant.args.fields[field][1]
+                pointer = pointers[("q", "k", "v", "out").index(tensor.operand)]
+                encoded = self.backend.tensor_map(pointer, self.itemsize, tensor.dims, tensor.strides, tensor.box)
+                packed[start : start + len(encoded)] = encoded
+            maps = kept[pointers] = bytes(packed[self.pointers.size :])
+        return maps
 
     def __call__(self, q, k, v, out):
         if self.current_device() == self.device:
@@ -251,9 +255,10 @@ class _GpuForward:
         if self.ticket:
             pointers.append(self.backend.ticket(self.device))
         packed = self.pointers.pack(*pointers)
-        for kernel, grid, threads, shared_bytes, gap, maps, rest in self.steps:
-            maps = [self._map(tensor, kept, pointers[operand]) for operand, tensor, kept in maps]
-            kernel(grid, threads, (np.void(b"".join((packed, gap, *maps, rest))),), shared_mem=shared_bytes)
+        for kernel, grid, threads, shared_bytes, rest, step, kept in self.steps:
+            if step.tensor_maps:
+                rest = self._with_maps(rest, step, kept, tuple(pointers[:4]))
+            kernel(grid, threads, (np.void(packed + rest),), shared_mem=shared_bytes)
         if written is not result:
             target = result if out is None else _problem.canonical(out, self.problem.batch)
             target[...] = written[..., : target.shape[-1]]

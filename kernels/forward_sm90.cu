@@ -12,8 +12,8 @@
 // the one before, its threads take the maxima of the first and begin its exponentials, which must not wait for the
 // second. The rest of the exponentials runs while the other consumers' products fill the tensor cores.
 //
-// What limits speed: the tensor cores from head_dim 128 on (95 % of their cycles are used), the chain from a product
-// through the exponentials to the next product at 64.
+// What limits speed: the tensor cores, and the power they take, from head_dim 128 on; at 64 the chain from a product
+// through the exponentials to the next product.
 #include "careful.cuh"
 #include "mask.cuh"
 #include "place.cuh"
