@@ -215,7 +215,7 @@ class _GpuForward:
         self.steps = [self._pack(step) for step in plan.steps]
 
     def _pack(self, step):
-        """What a launch needs: the arguments as bytes but for the pointers, which come first; a dict for them with maps."""
+        """What a launch needs: arguments as bytes but for the pointers, which come first; a dict for them with maps."""
         args = np.zeros(1, step.variant.args)
         for name, value in step.args.items():
             args[name] = value
