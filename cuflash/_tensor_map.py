@@ -6,12 +6,13 @@ The driver's function is called by ctypes, since CuPy does not wrap it; it touch
 import ctypes
 from functools import cache
 
-_TYPES = {2: 1}  # CU_TENSOR_MAP_DATA_TYPE_UINT16 for elements of two bytes: bits are copied as they are
-_SWIZZLE_128, _PROMOTE_256, _ZEROS = 3, 3, 0
+_TYPES = {1: 0, 2: 1, 4: 2, 8: 4}  # unsigned integers of so many bytes: bits are copied as they are
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_PROMOTE_256, _ZEROS = 3, 0
 
 
-def tensor_map(pointer, itemsize, dims, strides, box):
-    """The 128 bytes of a map whose boxes are swizzled in rows of 128 bytes.
+def tensor_map(pointer, itemsize, dims, strides, box, swizzle=128):
+    """The 128 bytes of a map.
 
     Parameters
     ----------
@@ -23,6 +24,8 @@ def tensor_map(pointer, itemsize, dims, strides, box):
         Elements along each axis, innermost first.
     strides : tuple of int
         Bytes between neighbours along each axis but the first, multiples of 16.
+    swizzle : int
+        Span in bytes that the boxes' swizzle permutes: 128, 64, 32 or, for none, 0.
     """
     rank = len(dims)
     storage = ctypes.create_string_buffer(256)
@@ -30,7 +33,7 @@ def tensor_map(pointer, itemsize, dims, strides, box):
     wide, word = ctypes.c_uint64, ctypes.c_uint32
     result = _encode()(
         address, _TYPES[itemsize], rank, pointer, (wide * rank)(*dims), (wide * (rank - 1))(*strides),
-        (word * rank)(*box), (word * rank)(*(1,) * rank), 0, _SWIZZLE_128, _PROMOTE_256, _ZEROS,
+        (word * rank)(*box), (word * rank)(*(1,) * rank), 0, _SWIZZLES[swizzle], _PROMOTE_256, _ZEROS,
     )  # fmt: skip
     if result:
         raise RuntimeError(f"cuTensorMapEncodeTiled: error {result} for {dims} by {strides} bytes, box {box}")

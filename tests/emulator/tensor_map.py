@@ -4,14 +4,14 @@
 same arguments, check the same limits and return 128 bytes.
 """
 
-import ctypes
-from functools import lru_cache
 from itertools import zip_longest
 
 import numpy as np
 
+from cuflash._tensor_map import tensor_map as driver_tensor_map
+
 AXES = 5
-SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # the driver's code of each span
+SWIZZLES = (0, 32, 64, 128)  # spans in bytes
 
 # The layout of the emulated map, 128 bytes; `struct EmulatedMap` of ptx_sm90.cuh is its twin.
 EMULATED = np.dtype(
@@ -55,27 +55,7 @@ def encode(base, itemsize, dims, strides, box, swizzle=128):
 def encode_by_driver(base, itemsize, dims, strides, box, swizzle=128):
     """The map of ``cuTensorMapEncodeTiled``, as 128 bytes; arguments as for ``encode``."""
     base, dims, strides, box = _checked(base, itemsize, dims, strides, box, swizzle)
-    storage = np.zeros(128 + 128, np.uint8)
-    start = -storage.ctypes.data % 128
-    packed = storage[start : start + 128]
-    uint64, uint32 = ctypes.c_uint64, ctypes.c_uint32
-    data_type = {1: 0, 2: 1, 4: 2, 8: 4}[itemsize]  # unsigned integers: bits are copied as they are
-    result = _encode_tiled()(
-        packed.ctypes.data, data_type, AXES, base, (uint64 * AXES)(*dims), (uint64 * 4)(*strides),
-        (uint32 * AXES)(*box), (uint32 * AXES)(*[1] * AXES), 0, SWIZZLES[swizzle], 3, 0,
-    )  # fmt: skip
-    if result != 0:
-        raise ValueError(f"cuTensorMapEncodeTiled: CUresult {result} for dims {dims}, strides {strides}, box {box}")
-    return packed.tobytes()
-
-
-@lru_cache(maxsize=1)
-def _encode_tiled():
-    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
-    pointer, integer = ctypes.c_void_p, ctypes.c_int
-    function.argtypes = [pointer, integer, ctypes.c_uint32, pointer, *[pointer] * 4, *[integer] * 4]
-    function.restype = integer
-    return function
+    return driver_tensor_map(base, itemsize, dims, strides, box, swizzle)
 
 
 def _checked(base, itemsize, dims, strides, box, swizzle):
