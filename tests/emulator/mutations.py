@@ -38,6 +38,13 @@ def _far_apart(values, pitch):
     return far
 
 
+def replace_once(text, old, new, name):
+    """The text with ``new`` where ``old`` stands, which it must in one place."""
+    if text.count(old) != 1:
+        raise ValueError(f"{name}: {text.count(old)} places have: {old}")
+    return text.replace(old, new)
+
+
 @dataclass(frozen=True)
 class Mutation:
     """A mistake in a file of ``kernels/``, and where it shows.
@@ -66,13 +73,11 @@ class Mutation:
 
     def overlay(self, folder):
         """Write the kernels' files that the emulator and the mistake replace to a folder; return it."""
-        text = (_variant.folder() / self.file).read_text(encoding="utf-8")
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: {self.file} has {text.count(self.old)} times: {self.old}")
+        text = replace_once((_variant.folder() / self.file).read_text(encoding="utf-8"), self.old, self.new, self.name)
         folder = Path(folder)
         for path in HERE.glob("*.cuh"):
             shutil.copy(path, folder)
-        (folder / self.file).write_text(text.replace(self.old, self.new), encoding="utf-8")
+        (folder / self.file).write_text(text, encoding="utf-8")
         return folder
 
     def emulator(self, overlay, seed=0):

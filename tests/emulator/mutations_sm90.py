@@ -10,6 +10,7 @@ import numpy as np
 
 from . import HERE, EmulatorError
 from .kernels import run
+from .mutations import replace_once
 
 SEEDS = range(4)
 
@@ -35,10 +36,7 @@ class Mutation:
 
     def text(self):
         """The text with the mistake."""
-        text = self.case.text(str(HERE))
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: {self.case.name} has {text.count(self.old)} times: {self.old}")
-        return text.replace(self.old, self.new)
+        return replace_once(self.case.text(str(HERE)), self.old, self.new, self.name)
 
 
 def caught(case, text=None):

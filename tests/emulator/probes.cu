@@ -1,7 +1,7 @@
 // Small kernels for tests/test_emulator.py: one instruction or one mistake each. A probe's number is its place here.
-#include <ptx.cuh>
-
 #include <vector>
+
+#include <ptx.cuh>
 
 namespace cuflash {
 
@@ -11,27 +11,7 @@ struct Args {
     int64 number;
 };
 
-using Run = void (*)(const Args&);
-inline std::vector<Run> runs;
-inline int add(Run run) {
-    runs.push_back(run);
-    return 0;
-}
-#define PROBE(name)                                    \
-    static void name(const Args& args);                \
-    [[maybe_unused]] static const int add_##name = add(name); \
-    static void name([[maybe_unused]] const Args& args)
-
-template <typename T>
-T input(const Args& args, int index) {
-    return load_global<T>(args.in + index * sizeof(T));
-}
-template <typename T>
-void output(const Args& args, int index, T value) {
-    store_global(args.out + index * sizeof(T), value);
-}
-
-extern "C" __global__ void __launch_bounds__(128, 1) cuflash_probe(const __grid_constant__ Args args) { runs[args.number](args); }
+#include <probe.h>
 
 // Where this thread is
 
