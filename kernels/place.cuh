@@ -43,11 +43,10 @@ struct Dense {
     int head, pack;  // first query head of the block
     int queries;
 
-    template <typename Integer>
-    __device__ __forceinline__ Dense(const Schedule& schedule, Integer block, int head_blocks, int batches1, int pack,
-                                     int queries, bool last_first)
+    __device__ Dense(const Schedule& schedule, int64 block, int head_blocks, int batches1, int pack, int queries,
+                     bool last_first)
         : batches1(batches1), pack(pack), queries(queries) {
-        Integer linear;
+        int64 linear;
         schedule.locate(block, tile, linear);
         tile = uniform(last_first ? schedule.tiles - 1 - tile : tile);
         head = uniform(static_cast<int>(linear % head_blocks)) * pack;
