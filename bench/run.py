@@ -200,10 +200,10 @@ def line(row):
 def summary(rows):
     """Geometric mean and worst cell of the ratio to each contender, one line each."""
     lines = []
-    for name in (*dict.fromkeys(name for row in rows for name in row["ratios"]), "best"):
-        ratios = [(row["ratios"].get(name), row) for row in rows]
-        if name == "best":
-            ratios = [(min(filter(None, row["ratios"].values()), default=None), row) for row in rows]
+    names = [*dict.fromkeys(name for row in rows for name in row["ratios"])]
+    for name in (*names, *["best"] * (len(names) > 1)):
+        chosen = names if name == "best" else [name]
+        ratios = [(min(filter(None, map(row["ratios"].get, chosen)), default=None), row) for row in rows]
         ratios = [(value, row) for value, row in ratios if value]
         if ratios:
             worst, row = min(ratios, key=lambda pair: pair[0])

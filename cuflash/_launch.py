@@ -25,7 +25,7 @@ MOST_MAPS = 64  # sets of operands whose tensor maps a prepared call keeps
 _calls = {}
 _tickets = {}  # by device, stream and thread
 _spare_tickets = {}  # by device
-_captured = []  # what graphs read and write, whose replays do not end where a call does; and all tickets
+_kept = []  # what graphs read and write, whose replays do not end where a call does; and all tickets
 _lock = threading.Lock()
 
 
@@ -190,7 +190,7 @@ class _CuPy:
                     zeros = self.empty((TICKETS, TICKET_BYTES // 4), np.int32)
                     zeros.fill(0)
                     self.current_stream().synchronize()
-                _captured.append(zeros)
+                _kept.append(zeros)
                 spare += range(zeros.data.ptr, zeros.data.ptr + zeros.nbytes, TICKET_BYTES)
             return spare.pop()
 
@@ -263,7 +263,7 @@ class _GpuForward:
             target = result if out is None else _problem.canonical(out, self.problem.batch)
             target[...] = written[..., : target.shape[-1]]
         if copies and self.backend.is_capturing():
-            _captured.append((q, k, v, written))
+            _kept.append((q, k, v, written))
         out = _visible(result, self.problem) if out is None else out
         return (out, _visible(lse, self.problem)) if self.return_lse else out
 
