@@ -49,6 +49,24 @@ def _args(scale_log2, pointers="q k v out lse", maps="", wide="", sizes=""):
     )
 
 
+def _backward_args(maps=""):
+    pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
+    sizes = (
+        "queries keys heads group head_dim value_dim batches1 first_shift end_shift query_tiles key_tiles cyclic chunk "
+        "items tile_q tile_k columns parts clear dq_wide dk_wide dv_wide boxes"
+    )
+    return _struct(
+        [
+            *((name, np.uint64) for name in pointers.split()),
+            *((name, _TENSOR_MAP) for name in maps.split()),
+            *((f"{name}_strides", _STRIDES) for name in "q k v dout out dq dk dv".split()),
+            *((name, np.int32) for name in sizes.split()),
+            ("scale", np.float32),
+            ("scale_log2", np.float32),
+        ]
+    )
+
+
 # NVRTC has no offsetof before 13.1, but its front end's own operator.
 _OFFSET_OF = """\
 #ifdef __CUDACC_RTC__

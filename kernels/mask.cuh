@@ -32,6 +32,9 @@ struct Window {
         : keys(keys), first_shift(first_shift), end_shift(end_shift) {}
     __device__ int first_key(int i) const { return clamp(i + first_shift, 0, keys); }
     __device__ int end_key(int i) const { return clamp(i + end_shift, 0, keys); }
+    // The rows that see key j, of so many: [first_query(j), end_query(j)), whose ends never move left either.
+    __device__ int first_query(int j, int queries) const { return clamp(j - end_shift + 1, 0, queries); }
+    __device__ int end_query(int j, int queries) const { return clamp(j - first_shift + 1, 0, queries); }
 };
 
 }  // namespace cuflash

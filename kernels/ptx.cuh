@@ -74,6 +74,21 @@ __device__ __forceinline__ int atomic_add(char* address, int value) {
     return atomicAdd(reinterpret_cast<int*>(address), value);
 }
 
+// red: adds, by itself, in whatever order.
+__device__ __forceinline__ void add_global(char* address, float value) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+// What came before a release, of this thread and of those it has waited for at a barrier of the block, is there for
+// whoever has acquired what it released.
+__device__ __forceinline__ int load_acquire(const char* address) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+__device__ __forceinline__ void add_release(char* address, int value) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 struct alignas(16) Vector16 {  // 16 bytes that travel together
     uint32 words[4];
 };

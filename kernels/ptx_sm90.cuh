@@ -25,6 +25,11 @@ __device__ __forceinline__ void bar_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// bar.arrive: counts for the others' bar_sync and goes on.
+__device__ __forceinline__ void bar_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Asynchronous barriers in shared memory -----------------------------------------------------------------------------
 //
 // A phase ends when `count` arrivals and all bytes announced have come. Phases alternate in parity, 0 first.
@@ -86,6 +91,22 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const TensorMap& map,
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
+// Bytes as they lie, a multiple of 16 from a multiple of 16: to shared memory, counting on the barrier, and from it.
+__device__ __forceinline__ void cp_async_bulk_load(uint32 shared, const char* global, uint32 bytes, uint32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+                 "l"(global), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_store(char* global, uint32 shared, uint32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+                 : "memory");
+}
+// The same, adding float32 to what is there: each sum by itself, in whatever order.
+__device__ __forceinline__ void cp_reduce_async_bulk_add(char* global, uint32 shared, uint32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
+                 "r"(bytes)
+                 : "memory");
+}
 __device__ __forceinline__ void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until all but the newest PENDING groups of this thread have read their shared memory.
 template <int PENDING>
@@ -103,10 +124,20 @@ __device__ __forceinline__ void cp_async_bulk_wait_group() {
 // the next barrier.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// stmatrix: the inverse of ldmatrix_x4.
+// The same of global memory, either way: bulk copies that this thread has waited for before what it does after the
+// fence, what it did before the fence ahead of its bulk copies after it.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// stmatrix: the inverse of ldmatrix_x4, and of ldmatrix_x4_trans.
 __device__ __forceinline__ void stmatrix_x4(uint32 address, const uint32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
                  "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void stmatrix_x4_trans(uint32 address, const uint32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
 

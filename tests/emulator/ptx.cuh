@@ -96,6 +96,20 @@ inline int atomic_add(char* address, int value, Site here = HERE) {
     return before;
 }
 
+inline void add_global(char* address, float value, Site here = HERE) {
+    emulator::pause("add_global", here);
+    store_global(address, load_global<float>(address, here) + value, here);
+}
+// Memory is in order here. Whoever acquires in a spin lets others run.
+inline int load_acquire(const char* address, Site here = HERE) {
+    emulator::pause("load_acquire", here);
+    return load_global<int>(address, here);
+}
+inline void add_release(char* address, int value, Site here = HERE) {
+    emulator::pause("add_release", here);
+    store_global(address, load_global<int>(address, here) + value, here);
+}
+
 struct alignas(16) Vector16 {  // 16 bytes that travel together
     uint32 words[4];
 };
