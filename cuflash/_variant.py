@@ -91,6 +91,10 @@ KERNELS = {
 }
 
 
+# Fields that kernels of run-time sizes leave aside.
+_UNUSED = {"backward_rows": ("head_dim", "value_dim", "tile_k"), "backward_finish": ("tile_k",)}
+
+
 @dataclass(frozen=True)
 class Variant:
     """One compiled kernel."""
@@ -145,24 +149,24 @@ class Variant:
             for field in fields(self)
             if field.type is int and self._has(field)
         )
+        last_first = "" if self.backward else "constexpr bool LAST_FIRST = {};  // long rows of tiles first\n"
+        last_first = last_first.format("false" if self.mask == "full" else "true")
         offsets = "".join(
             f'    static_assert(OFFSET_OF(A, {name}) == {offset}, "Args.{name}: not where Python puts it");\n'
             for name, (_, offset) in ((name, self.args.fields[name][:2]) for name in self.args.names)
         )
         return (
             f"// {self.name}\nnamespace cuflash {{\n{declared}using Element = {element.struct};\n"
-            f"struct {mask.__name__};\nusing Mask = {mask.__name__};\n{numbers}"
-            f"constexpr bool LAST_FIRST = {'false' if self.mask == 'full' else 'true'};  // long rows of tiles first\n"
-            f"{_OFFSET_OF}template <typename A>\nstruct ArgsLayout {{\n"
+            f"struct {mask.__name__};\nusing Mask = {mask.__name__};\n{numbers}{last_first}{_OFFSET_OF}template <typename A>\nstruct ArgsLayout {{\n"
             f'    static_assert(sizeof(A) == {self.args.itemsize}, "Args: not the size Python packs");\n{offsets}}};\n'
             f"}}\n"
         )
 
     def _has(self, field):
-        """Whether the kernel is one that a field is about: those with a default are about some."""
-        chosen = {"ordered": self.backward, "query_registers": self.kernel == "forward_sm90"}
-        chosen["out_staged"] = chosen["early"] = chosen["query_registers"]
-        return field.default is MISSING or chosen[field.name]
+        """Whether the kernel's text speaks of a field: compilers warn of constants that are not used."""
+        if field.default is MISSING:
+            return field.name not in _UNUSED.get(self.kernel, ())
+        return self.kernel in (("backward", "backward_sm90") if field.name == "ordered" else ("forward_sm90",))
 
     @property
     def backward(self):
