@@ -105,8 +105,8 @@ class _Range(ctypes.Structure):
 
 class _Launch(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_uint64) for name in "grid threads shared_bytes cluster seed most_alive checks".split()),
-        ("most_events", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in "grid threads shared_bytes cluster seed fewest_alive most_alive".split()),
+        *((name, ctypes.c_uint64) for name in "checks most_events".split()),
         ("ranges", ctypes.POINTER(_Range)),
         ("range_count", ctypes.c_uint64),
         ("args", ctypes.c_void_p),
@@ -118,7 +118,7 @@ class _Launch(ctypes.Structure):
 
 def launch(
     emulate, grid, threads, args, shared_bytes, memory, *,
-    cluster=1, seed=0, checks=RACES | UNWRITTEN, most_events=10**8,
+    cluster=1, resident=False, seed=0, checks=RACES | UNWRITTEN, most_events=10**8,
 ):  # fmt: skip
     """Run a launch.
 
@@ -136,6 +136,8 @@ def launch(
         The arrays that the kernel may read and, where the second is true, write.
     cluster : int
         Blocks of a cluster.
+    resident : bool
+        Whether all blocks live at once, as a cooperative launch has it: they may wait for one another. Else up to 4 do.
     seed : int
         Decides the order in which warps and lanes run, and how many blocks live at once.
     checks : int
@@ -158,7 +160,8 @@ def launch(
     packed = aligned(len(args), 128)  # as tensor maps want it
     packed[:] = np.frombuffer(args, np.uint8)
     described = _Launch(
-        grid=grid, threads=threads, shared_bytes=shared_bytes, cluster=cluster, seed=seed % 2**64, most_alive=4,
+        grid=grid, threads=threads, shared_bytes=shared_bytes, cluster=cluster, seed=seed % 2**64,
+        fewest_alive=grid if resident else 1, most_alive=grid if resident else 4,
         checks=checks, most_events=most_events, ranges=ranges, range_count=len(ranges), args=packed.ctypes.data,
         message=ctypes.cast(message, ctypes.c_char_p), message_bytes=_MESSAGE_BYTES,
     )  # fmt: skip
