@@ -174,15 +174,18 @@ __device__ __forceinline__ void produce(const Args& args, const Mask& mask, uint
     for (uint32 number = 0;; ++number) {
         const uint32 item_shared = item_at(shared, number);
         mbarrier_wait(barrier(shared, ITEMS_EMPTY, stage_of(number)), parity_of(number) ^ 1);
-        Item item;
-        item.visits = NONE;
-        if (index < args.items) item = locate_item(args, mask, index);
-        store_shared(item_shared, item);
+        const bool last = index >= args.items;
+        if (last) {
+            store_shared(item_shared + OFFSET_OF(Item, visits), NONE);
+        } else {
+            store_shared(item_shared, locate_item(args, mask, index));
+        }
         mbarrier_arrive(barrier(shared, ITEMS_FULL, stage_of(number)));
-        if (item.visits == NONE) break;
+        if (last) break;
 
-        Visit place{item.start_head, item.start};
-        const int visits = item.visits;
+        const int visits = load_shared<int>(item_shared + OFFSET_OF(Item, visits));
+        Visit place{load_shared<int>(item_shared + OFFSET_OF(Item, start_head)),
+                    load_shared<int>(item_shared + OFFSET_OF(Item, start))};
 #pragma unroll 1
         for (int n = 0; n < visits; ++n, ++visit) {
             const Item item = load_shared<Item>(item_shared);  // again: registers are few

@@ -46,9 +46,7 @@ __device__ __forceinline__ Item locate_item(const Args& args, const Mask& mask, 
         item.first = 0;
         item.end = args.query_tiles;
         item.visits = args.group * args.query_tiles;
-        // rank * visits / here, in 32 bits
-        const int rank = item.key_tile - chunk_first;
-        const int start = item.visits / here * rank + item.visits % here * rank / here;
+        const int start = static_cast<int>(static_cast<int64>(item.key_tile - chunk_first) * item.visits / here);
         item.start_head = start / args.query_tiles;
         item.start = start % args.query_tiles;
     } else {
