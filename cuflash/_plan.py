@@ -274,8 +274,8 @@ def rows_variant(dtype):
 
 
 def finish_variant(dtype):
-    """The kernel of backward that goes behind: 64 rows of dq a block, padded by 16 bytes; a flag for each."""
-    return Variant("backward_finish", dtype, "window", 256, 256, 64, 64, 8, 2, 1, 64 * (4 * 256 + 16) + 256)
+    """The kernel of backward that goes behind: 64 rows of dq a block, padded by 16 bytes; two flags for each."""
+    return Variant("backward_finish", dtype, "window", 256, 256, 64, 64, 8, 2, 1, 64 * (4 * 256 + 16) + 512)
 
 
 # Forward --------------------------------------------------------------------------------------------------------
@@ -503,7 +503,7 @@ def _backward(problem, limits, engine, reason, variant, parts):
     steps = (
         step(before, heads * padded // before.tile_q, before.shared_bytes),
         step(variant, min(items, blocks), variant.shared_bytes, tensor_maps=maps, cooperative=True),
-        step(behind, heads * -(-problem.queries // behind.tile_q) + items, behind.tile_q * row_bytes + 256),
+        step(behind, heads * -(-problem.queries // behind.tile_q) + items, behind.tile_q * row_bytes + 512),
     )
     return Plan(engine, reason, tuple(copies.values()), results + buffers, steps)
 

@@ -17,8 +17,9 @@ static_assert(TILE_Q == 64, "TILE_Q: the rows of a block of dq_sum");
 static_assert(WARPS % 4 == 0, "WARPS: as many for each 16 of the rows");
 static_assert(STAGES == 1, "STAGES: one tile");
 
-constexpr int FLAG_BYTES = 4 * TILE_Q;  // whether a row is spoilt
-constexpr int PADDING = CHUNK;          // of a row, to spread the banks
+constexpr int SHARES = WARPS / 4;                // of each row, a warp each
+constexpr int FLAG_BYTES = 4 * TILE_Q * SHARES;  // whether a share of a row is spoilt
+constexpr int PADDING = CHUNK;                   // of a row, to spread the banks
 static_assert(SHARED_BYTES == FLAG_BYTES + TILE_Q * (HEAD_DIM * 4 + PADDING), "SHARED_BYTES: flags and the widest rows");
 
 struct alignas(16) Accumulator {  // of a lane, for 16 x 8 numbers
@@ -38,15 +39,13 @@ __device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, 
     const int tile_last = clamp(tile_first + args.tile_q, 0, args.queries) - 1;
     const bool stored = args.clear || mask.first_key(tile_first) < mask.end_key(tile_last);
 
-    if (thread_index() < TILE_Q) store_shared(flags + 4 * thread_index(), 0);
-    sync_threads();
-    const int block = warp_index() % 4;  // of 16 rows
+    const int block = warp_index() % 4, share = warp_index() / 4;  // of 16 rows, and of their columns
     const int64 padded = static_cast<int64>(args.query_tiles) * args.tile_q;
     const char* sums = args.dq_sum + (linear * padded + first) * args.columns * 4;
     const int row = 16 * block + lane / 4;
-    bool spoilt[2] = {};
+    int spoilt[2] = {};
 #pragma unroll 4
-    for (int n = warp_index() / 4; n < args.columns / 8; n += WARPS / 4) {
+    for (int n = share; n < args.columns / 8; n += SHARES) {
         const char* place = sums + ((n * 4 + block) * WARP + lane) * CHUNK;
         const Accumulator sum = stored ? load_global<Accumulator>(place) : Accumulator{};
 #pragma unroll
@@ -62,23 +61,32 @@ __device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, 
             }
         }
     }
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (spoilt[half]) store_shared(flags + 4 * (row + 8 * half), 1);
+        spoilt[half] |= shuffle_xor(spoilt[half], 1);
+        spoilt[half] |= shuffle_xor(spoilt[half], 2);
+        if (lane % 4 == 0) store_shared(flags + 4 * (share * TILE_Q + row + 8 * half), spoilt[half]);
     }
     sync_threads();
+    auto is_flagged = [=](int r) {
+        int found = 0;
+#pragma unroll
+        for (int n = 0; n < SHARES; ++n) found |= load_shared<int>(flags + 4 * (n * TILE_Q + r));
+        return found != 0;
+    };
 
     const int chunks = (args.head_dim * size + CHUNK - 1) / CHUNK;
     char* dq = args.dq + args.dq_strides.offset(batch0, batch1, head) + first * args.dq_strides.row;
     for (int n = thread_index(); n < here * chunks; n += THREADS) {
         const int r = n / chunks, chunk = n % chunks;
-        if (load_shared<int>(flags + 4 * r)) continue;
+        if (is_flagged(r)) continue;
         store_global(dq + r * args.dq_strides.row + chunk * CHUNK, load_shared<Vector16>(rows + r * pitch + chunk * CHUNK));
     }
     for (int r = warp_index(); r < here; r += WARPS) {
         const int i = first + r;
-        if (load_shared<int>(flags + 4 * r)) careful_dq(args, batch, head, i, mask.first_key(i), mask.end_key(i));
+        if (is_flagged(r)) careful_dq(args, batch, head, i, mask.first_key(i), mask.end_key(i));
     }
-    sync_threads();  // the flags are read
+    sync_threads();  // all have read what the next rows take the place of
 }
 
 // The rows of dk and dv of an item that are not finite.
