@@ -368,7 +368,7 @@ def _forward(problem, pack, tile_q, chunk, key_box=None):
 
 
 def _shifts(problem):
-    """The two shifts of the mask as the most general one, `_masks.Window`, has them; the others ignore what they lack."""
+    """The shifts of the mask as the most general one, `_masks.Window`, has them; others ignore what they lack."""
     full = {"full": (-problem.queries, problem.keys), "causal": (-problem.queries, problem.mask.end_shift)}
     shifts = full.get(problem.mask.name, (problem.mask.first_shift, problem.mask.end_shift))
     return dict(zip(("first_shift", "end_shift"), shifts, strict=True))
@@ -447,7 +447,8 @@ def _backward(problem, limits, engine, reason, variant, parts):
     heads, items = batches * problem.heads, batches * problem.key_heads * key_tiles
     counters = FIRST_COUNTER + heads * query_tiles * parts
     if items >= MOST_TILES or counters >= 2**31:
-        raise ValueError(f"backward: has {items} tiles of keys and {counters} counters; wanted fewer than 2^30 and 2^31")
+        has = f"{items} tiles of keys and {counters} counters"
+        raise ValueError(f"backward: has {has}; wanted fewer than 2^30 and 2^31")
     blocks = limits.processors * variant.blocks_per_sm
     largest = float(np.finfo(np.float32).max) / 2
     scale = min(max(problem.scale, -largest), largest)
