@@ -16,8 +16,8 @@
 // What limits speed: shared memory reads about as much as the tensor cores, and what either waits for between the two
 // barriers of a visit. A warp's B operand serves 32 rows, so that a product reads 128 bytes for each of the 128 clocks
 // ... 
+#include "backward_args.cuh"
 #include "mask.cuh"
-#include "place.cuh"
 #include "ptx.cuh"
 #include "tile.cuh"
 #include "visits.cuh"
@@ -92,19 +92,6 @@ constexpr int SLOPE_START = OFFSET_OF(Shared, slopes), WEIGHT_START = OFFSET_OF(
 constexpr int ROW_START = OFFSET_OF(Shared, rows), LIST_START = OFFSET_OF(Shared, list);
 constexpr int WORK_START = OFFSET_OF(Shared, work), NEXT_START = OFFSET_OF(Shared, next);
 
-struct Args {
-    const char *q, *k, *v, *dout, *out, *lse, *dlse;
-    char *dq, *dk, *dv, *row_lse, *row_delta, *dq_sum, *turns, *suspects;
-    Strides q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, dk_strides, dv_strides;
-    int queries, keys, heads, group, head_dim, value_dim, batches1, first_shift, end_shift;
-    int query_tiles, key_tiles, cyclic, chunk, items, tile_q, tile_k, columns, parts, clear;
-    int dq_wide, dk_wide, dv_wide, boxes;
-    float scale, scale_log2;
-};
-template struct ArgsLayout<Args>;
-
-constexpr int TICKET = 0, COARSE = 1, FIRST_TURN = 32;  // int32s of `turns`
-
 using Scores = float[BLOCKS][QUERIES / 8][4];
 using Pairs = uint32[QUERIES / 16][BLOCKS][4];  // the same of 16 bits: A operands
 
@@ -116,7 +103,7 @@ __device__ __forceinline__ int tile_of(const Args& args, uint32 shared, const Vi
     return load_shared<Work>(shared + WORK_START).first_tile + visit.head * args.query_tiles + visit.tile;
 }
 __device__ __forceinline__ char* turn_counter(const Args& args, int tile) {
-    return args.turns + (FIRST_TURN + static_cast<int64>(tile)) * sizeof(int);
+    return args.turns + COUNTERS + static_cast<int64>(tile) * sizeof(int);
 }
 
 // A warp looks up 32 visits at once, one a lane.
@@ -128,7 +115,7 @@ __device__ __forceinline__ void list_visits(const Args& args, const Mask& mask, 
     listed.turn = turn_of(args, mask, item, listed.visit);
     const int row = listed.visit.tile * TILE_Q, last_row = clamp(row + TILE_Q, 0, args.queries) - 1;
     const int key = item.key_tile * TILE_K;
-    const bool coarse = load_global<int>(args.turns + COARSE * sizeof(int)) != 0;
+    const bool coarse = load_global<int>(args.turns + COARSE) != 0;
     listed.plain = !coarse && mask.first_key(last_row) <= key && mask.end_key(row) >= key + TILE_K;
     store_shared(shared + LIST_START + n % LISTED * sizeof(Listed), listed);
 }
@@ -263,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
     const Mask mask(args.keys, args.first_shift, args.end_shift);
     const bool first_thread = fresh_thread_index() == 0;
     auto draw = [&] {
-        if (first_thread) store_shared(shared + NEXT_START, atomic_add(args.turns + TICKET * sizeof(int), 1));
+        if (first_thread) store_shared(shared + NEXT_START, atomic_add(args.turns + TICKET, 1));
     };
 
     // Facts of the warp, each found anew where it is used rather than in registers all along.
