@@ -19,7 +19,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import _compile, _launch, _masks, _plan, _problem, _variant, testing
+from cuflash import _compile, _launch, _masks, _plan, _problem, _variant, bounds, reference, testing
 from cuflash._dtypes import ELEMENTS
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
@@ -36,7 +36,7 @@ class DeviceArray:
 
     def __init__(self, host, device=0):
         self.host, self.number = host, device
-        self.data = SimpleNamespace(ptr=host.ctypes.data, device_id=device)
+        self.data = SimpleNamespace(ptr=host.ctypes.data, device_id=device, memset_async=self.fill)
         self.device = SimpleNamespace(id=device)
 
     def __getattr__(self, name):
@@ -46,7 +46,15 @@ class DeviceArray:
         return DeviceArray(self.host[index])
 
     def __setitem__(self, index, value):
-        self.host[index] = value.host
+        self.host[index] = getattr(value, "host", value)
+
+    def __iadd__(self, other):
+        self.host += other.host
+        return self
+
+    def fill(self, value, size, stream):
+        assert self.host.flags.c_contiguous and (value, size) == (0, self.host.nbytes)
+        self.host[...] = 0
 
     def transpose(self, axes):
         return DeviceArray(self.host.transpose(axes))
@@ -58,7 +66,7 @@ def multiply(x, factor, out, dtype):
 
 PRETENDED = SimpleNamespace(
     ndarray=DeviceArray,
-    empty=lambda shape, dtype: DeviceArray(np.full(shape, np.nan, dtype)),
+    empty=lambda shape, dtype: DeviceArray(np.full((*shape, dtype.itemsize), 0xFF, np.uint8).view(dtype)[..., 0]),
     multiply=multiply,
     broadcast_to=lambda x, shape: DeviceArray(np.broadcast_to(x.host, shape)),
     cuda=SimpleNamespace(
@@ -90,6 +98,8 @@ def memory(address, shape, strides, dtype):
 
 def python_kernel(variant, written):
     """What a kernel of ``variant`` does, in float64 and without tiles of keys. Notes the rows it writes."""
+    if variant.backward:
+        return python_backward_kernel(variant, written)
     element, mask = ELEMENTS[variant.element], variant.mask
 
     def kernel(grid, threads, arguments, shared_mem):
@@ -145,6 +155,94 @@ def python_kernel(variant, written):
     return kernel
 
 
+def python_backward_kernel(variant, written):
+    """The same of a kernel of backward. The one in the middle notes the heads of keys that it writes."""
+    element, main = ELEMENTS[variant.element], variant.kernel in ("backward", "backward_sm90")
+
+    def kernel(grid, threads, arguments, shared_mem):
+        assert threads == (32 * variant.warps,) and shared_mem <= variant.shared_bytes and not main
+        run(grid, arguments)
+
+    def cooperative(grid, threads, arguments, shared_mem, stream, together):
+        assert (threads, shared_mem) == ((32 * variant.warps,), variant.shared_bytes) and main and together
+        run(grid, arguments)
+
+    def run(grid, arguments):
+        (packed,) = arguments
+        args = np.frombuffer(bytes(packed), variant.args)[0]
+        args = {name: args[name].item() for name in variant.args.names if not name.endswith("_map")}
+        tiles, key_heads = args["key_tiles"], args["heads"] // args["group"]
+        batches = args["items"] // (tiles * key_heads)
+        padded = args["query_tiles"] * args["tile_q"]
+        heads = batches * args["heads"]
+        f32 = np.dtype(np.float32)
+
+        def rows(name, shape):
+            return memory(args[name], shape, np.empty(shape, np.int32).strides, f32)
+
+        def matrix(name, place, length, dim):
+            *outer, row = args[f"{name}_strides"]
+            dtype = f32 if args.get(f"{name}_wide") else element.dtype
+            address = args[name] + sum(n * stride for n, stride in zip(place, outer, strict=True))
+            return memory(address, (length, dim), (row, dtype.itemsize), dtype)
+
+        queries, keys, head_dim, value_dim = (args[n] for n in ("queries", "keys", "head_dim", "value_dim"))
+        row_lse, row_delta = rows("row_lse", (heads, padded)), rows("row_delta", (heads, padded))
+        turns = memory(args["turns"], (32,), (4,), np.dtype(np.int32))
+        sums = rows("dq_sum", (heads, padded // 64, args["columns"] // 8, 4, 8, 4, 2, 2))
+        i, j = np.arange(queries)[:, None], np.arange(keys)
+        seen = (j >= i + args["first_shift"]) & (j < i + args["end_shift"])
+        assert args["cyclic"] <= seen.all() and 1 <= args["chunk"] <= tiles
+        if main:
+            assert (turns == 0).all() and grid[0] <= args["items"]
+            assert not memory(args["suspects"], (args["items"],), (4,), np.dtype(np.int32)).any()
+            turns[0] = args["items"]
+            assert variant.hopper or args["chunk"] <= max(grid[0], 1)
+        for batch, key_head in np.ndindex(batches, key_heads):
+            place = *divmod(batch, args["batches1"]), key_head
+            k, v = matrix("k", place, keys, head_dim), matrix("v", place, keys, value_dim)
+            dk, dv = np.zeros(k.shape), np.zeros(v.shape)
+            for head in range(key_head * args["group"], (key_head + 1) * args["group"]):
+                linear, place = batch * args["heads"] + head, (*place[:2], head)
+                q, dout = matrix("q", place, queries, head_dim), matrix("dout", place, queries, value_dim)
+                if variant.kernel == "backward_rows":
+                    out = matrix("out", place, queries, value_dim)
+                    lse = rows("lse", (heads, queries))[linear]
+                    dead = (lse == -np.inf) | ~seen.any(1)
+                    delta = (dout.astype(np.float64) * out.astype(np.float64)).sum(1)
+                    delta -= rows("dlse", (heads, queries))[linear] if args["dlse"] else 0
+                    row_lse[linear, :], row_delta[linear, :] = np.inf, 0
+                    row_lse[linear, :queries] = np.where(dead, np.inf, lse * np.log2(np.e))
+                    row_delta[linear, :queries] = np.where(dead, 0, delta)
+                elif main:
+                    q, dout, wide_k, wide_v = (x.astype(np.float64) for x in (q, dout, k, v))
+                    exponent = args["scale_log2"] * (q @ wide_k.T) - row_lse[linear, :queries, None]
+                    p = np.where(seen, np.exp2(exponent), 0)
+                    ds = np.where(seen, p * (dout @ wide_v.T - row_delta[linear, :queries, None]), 0)
+                    dk += args["scale"] * ds.T @ q
+                    dv += p.T @ dout
+                    dq = np.zeros((padded, args["columns"]))
+                    dq[:queries, :head_dim] = ds @ wide_k
+                    blocks = dq.reshape(padded // 64, 4, 2, 8, -1, 4, 2)  # rows: block, half, g; columns: block, t, e
+                    sums[linear] = blocks.transpose(0, 4, 1, 3, 5, 2, 6)
+                else:
+                    dq = sums[linear].transpose(0, 2, 5, 3, 1, 4, 6)
+                    dq = dq.reshape(padded, args["columns"])[:queries, :head_dim]
+                    matrix("dq", place, queries, head_dim)[...] = args["scale"] * dq
+            if main:
+                place = *place[:2], key_head
+                matrix("dk", place, keys, head_dim)[...], matrix("dv", place, keys, value_dim)[...] = dk, dv
+                written.append((batch, key_head))
+        for name, dim in (("dq", head_dim), ("dk", head_dim), ("dv", value_dim)):
+            size = 4 if args[f"{name}_wide"] else element.itemsize
+            strides = args[f"{name}_strides"]
+            assert not dim or args[name] % 16 == 0
+            assert dim * size % 16 == 0 or max(queries, keys) == 1 or strides[3] >= -(-dim * size // 16) * 16
+
+    kernel.kernel = cooperative
+    return kernel
+
+
 SMALL = {"max_length": 40, "max_head_dim": 40, "dtypes": ("float32", "float16", "bfloat16", "float64")}
 
 
@@ -175,6 +273,74 @@ def test_a_gpu_call_writes_out_with_any_strides(recipe, layout):
         out = DeviceArray(testing.lay_out(np.zeros(wanted.shape, wanted.dtype), layout))
         assert cuflash.forward(q, k, v, out=out, **recipe.keywords) is out
     assert np.array_equal(out.host, wanted.host, equal_nan=True)
+
+
+SIXTEEN_BIT = {**SMALL, "dtypes": ("float16", "bfloat16")}
+
+
+@settings(max_examples=150)
+@given(
+    testing.problems(**SIXTEEN_BIT), st.sampled_from(sorted(_plan.KNOWN)), st.integers(1, 3), st.booleans(),
+    st.sampled_from(("contiguous", "swapped", "offset", "strided", "stretched")),
+)  # fmt: skip
+def test_a_backward_call_reads_and_writes_the_right_rows(recipe, capability, processors, with_dlse, layout):
+    hosts = recipe.arrays()
+    out, lse = reference_forward(recipe, hosts)
+    dout, dlse = recipe.dout(), recipe.normal(4, lse.shape).astype(np.float32)
+    if layout == "stretched":
+        dout = np.broadcast_to(dout[..., :1, :], dout.shape)
+    elif dout.ndim >= 3:
+        dout = testing.lay_out(dout, layout)
+        lse = testing.lay_out(lse[..., None], layout)[..., 0]
+    q, k, v, dout, out, lse, dlse = (DeviceArray(x) for x in (*hosts, dout, out, lse, dlse))
+    more = {"dlse": dlse} if with_dlse else {}
+    limits = replace(_plan.KNOWN[capability], nvrtc=OLDER.nvrtc, processors=processors)
+    with pretended_gpu(limits) as written:
+        for again in (False, True):  # the second call is a prepared one
+            assert again == (len(_launch._calls) == 1)
+            written.clear()
+            grads = cuflash.backward(dout, q, k, v, out, lse, **more, **recipe.keywords)
+            assert len(set(written)) == len(written)
+            exact = bounds.backward(
+                dout.host, *hosts, path=f"portable {recipe.dtype}", dlse=dlse.host if with_dlse else None,
+                **recipe.keywords,
+            )  # fmt: skip
+            assert bounds.worst([grad.host for grad in grads], exact) <= 1
+    for grad, x in zip(grads, hosts, strict=True):
+        like = np.empty_like(x)
+        assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
+        if x.size and 0 not in x.strides and min(x.strides, default=1) > 0:
+            order = np.argsort([-s for s in x.strides], kind="stable")
+            assert grad.host.transpose(order).flags.c_contiguous, (grad.strides, like.strides)
+
+
+def reference_forward(recipe, arrays):
+    out, lse = reference.forward(*arrays, **recipe.keywords)
+    return out.astype(arrays[0].dtype), lse.astype(np.float32)
+
+
+@settings(max_examples=50)
+@given(testing.problems(**SIXTEEN_BIT), st.lists(st.sampled_from(testing.LAYOUTS), min_size=3, max_size=3))
+def test_a_backward_call_writes_gradients_with_any_strides(recipe, layouts):
+    hosts = recipe.arrays()
+    out, lse = reference_forward(recipe, hosts)
+    arrays = [DeviceArray(x) for x in (recipe.dout(), *hosts, out, lse)]
+    layouts = [layout for layout in layouts if layout not in ("broadcast", "missing")]
+    with pretended_gpu():
+        wanted = cuflash.backward(*arrays, **recipe.keywords)
+        assume(len(layouts) == 3 and all(x.size for x in wanted))
+        grads = [testing.lay_out(np.zeros(x.shape, x.dtype), layout) for x, layout in zip(wanted, layouts, strict=True)]
+        grads = [DeviceArray(x) for x in grads]
+        assert cuflash.backward(*arrays, grads=grads, **recipe.keywords) == tuple(grads)
+    assert all(np.array_equal(x.host, y.host, equal_nan=True) for x, y in zip(grads, wanted, strict=True))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
+def test_parts_are_summed_along_axes(shape, data):
+    axes = data.draw(st.sets(st.integers(0, len(shape) - 1)))
+    parts = np.random.default_rng(0).integers(-9, 9, shape).astype(np.float32)
+    wanted = parts.sum(axis=tuple(axes), keepdims=True)
+    assert np.array_equal(_launch._summed(parts, sorted(axes)), wanted)
 
 
 def test_a_prepared_call_is_not_used_for_another_problem():
@@ -208,6 +374,21 @@ def test_a_prepared_call_checks_overlap_again():
         cuflash.forward(q, k, v, out=DeviceArray(np.zeros((1, 4, 8))))
         with pytest.raises(ValueError, match="out shares memory with v"):
             cuflash.forward(q, k, v, out=v)
+
+
+def test_a_prepared_call_of_backward_checks_overlap_again():
+    dout, q, k, v, out, *grads = (DeviceArray(np.zeros((1, 4, 8), np.float16)) for _ in range(8))
+    lse = DeviceArray(np.zeros((1, 4), np.float32))
+    with pretended_gpu():
+        assert cuflash.backward(dout, q, k, v, out, lse, grads=grads) == tuple(grads)
+        assert len(_launch._calls) == 1
+        for wrong, sentence in (
+            ((grads[0], v, grads[2]), "dk shares memory with v"),
+            ((grads[0], grads[1], grads[0]), "dv shares memory with dq"),
+            ((lse, *grads[1:]), r"dq has shape \(1, 4\); wanted \(1, 4, 8\)"),
+        ):
+            with pytest.raises(ValueError, match=sentence):
+                cuflash.backward(dout, q, k, v, out, lse, grads=wrong)
 
 
 def test_prepared_calls_are_bounded():
@@ -580,9 +761,14 @@ def test_an_empty_out_is_legal(shape):
     assert cuflash.forward(x(batch, heads, queries, 8), k, x(batch, 2, 5, value_dim), out=out) is out
 
 
-@pytest.mark.parametrize("function, count", [("backward", 6), ("decode", 3)])
-def test_no_gpu_kernel_yet(function, count):
-    sentence = f"{function}: has no GPU kernel yet; wanted NumPy arrays, such as those of cupy.asnumpy"
+@pytest.mark.parametrize(
+    "function, count, sentence",
+    [
+        ("backward", 6, "has no GPU kernel for float32 yet; wanted float16 or bfloat16, or NumPy arrays"),
+        ("decode", 3, "has no GPU kernel yet; wanted NumPy arrays, such as those of cupy.asnumpy"),
+    ],
+)
+def test_no_gpu_kernel_yet(function, count, sentence):
     arrays = [on_gpu(1, 1, 4, 8) for _ in range(count)]
     if function == "backward":
         arrays[5] = on_gpu(1, 1, 4)
@@ -590,7 +776,7 @@ def test_no_gpu_kernel_yet(function, count):
         for call in (getattr(cuflash, function), lambda *arrays: cuflash.explain(function, *arrays)):
             with pytest.raises(NotImplementedError) as error:
                 call(*arrays)
-            assert str(error.value) == sentence
+            assert str(error.value) == f"{function}: {sentence}"
 
 
 @pytest.mark.parametrize(
@@ -769,6 +955,185 @@ def test_every_plan_asks_for_a_listed_variant(limits, head_dim, value_dim, dtype
     assert step.variant in _plan.variants(limits)
     assert step.variant.head_dim >= head_dim and step.variant.value_dim >= value_dim
     assert step.shared_bytes == step.variant.shared_bytes and step.threads == 32 * step.variant.warps
+
+
+def planned_backward(q, k, v, limits=HOPPER, engine=None, **keywords):
+    """The plan of backward for NumPy arrays, were they on a GPU."""
+    shape = (*np.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v))), *q.shape[-3:-1])
+    dout, lse = np.broadcast_to(q[..., :1], (*shape, v.shape[-1])), np.broadcast_to(np.float32(0), shape)
+    given = {"scale": None, "causal": False, "window": None, "dlse": None, "grads": None} | keywords
+    problem = _problem.backward(dout, q, k, v, dout, lse, **given, engine=None)
+    return _plan.plan(replace(problem, library="cupy", device=0, engine=engine), limits)
+
+
+@pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
+@settings(max_examples=300)
+@given(
+    st.integers(1, 256), st.integers(0, 256), st.sampled_from(("float16", "bfloat16")), st.sampled_from((False, True)),
+    st.sampled_from((None, (3, 3))), st.integers(1, 2000), st.integers(1, 2000), st.sampled_from((None, "portable")),
+)  # fmt: skip
+def test_every_plan_of_backward_asks_for_listed_variants(
+    limits, head_dim, value_dim, dtype, causal, window, queries, keys, engine
+):
+    lengths = ((queries, head_dim), (keys, head_dim), (keys, value_dim))
+    q, k, v = (np.broadcast_to(np.zeros(1, DTYPES[dtype]), (2, 3, *shape)) for shape in lengths)
+    before, main, behind = planned_backward(q, k, v, limits, engine, causal=causal, window=window).steps
+    for step in (before, main, behind):
+        assert step.variant in _plan.variants(limits)
+        assert step.shared_bytes <= step.variant.shared_bytes and step.threads == 32 * step.variant.warps
+        assert step.args is before.args and not (step.tensor_maps and step is not main)
+    args, variant = main.args, main.variant
+    assert variant.head_dim >= head_dim and variant.value_dim >= value_dim and args["columns"] == variant.head_dim
+    assert [step.cooperative for step in (before, main, behind)] == [False, True, False]
+    assert main.grid <= min(args["items"], limits.processors * variant.blocks_per_sm)
+    assert 1 <= args["chunk"] <= main.grid and args["key_tiles"] * args["tile_k"] >= keys
+    chunks = -(-args["key_tiles"] // args["chunk"])
+    assert args["chunk"] * chunks - args["key_tiles"] < chunks, "chunks are of equal length"
+    assert behind.grid == 6 * -(-queries // behind.variant.tile_q) + args["items"]
+
+
+def test_more_than_tickets_count_is_refused():
+    q = np.broadcast_to(np.zeros((1, 8), np.float16), (2**15, 2**15, 1, 8))
+    for engine, counters in (("portable", 2**30 + 32), ("sm90", 2**31 + 32)):
+        with pytest.raises(ValueError, match=f"^backward: has {2**30} tiles of keys and {counters} counters; wanted"):
+            planned_backward(q, q, q, engine=engine)
+
+
+def test_grads_that_broadcasting_stretched_are_parts_to_be_summed():
+    q, k, v = (np.zeros(shape, np.float16) for shape in ((4, 1, 2, 20, 20), (1, 3, 2, 30, 20), (2, 30, 16)))
+    plan = planned_backward(q, k, v)
+    parts = {copy.name: (copy.shape, copy.pitch, copy.dtype, copy.summed) for copy in plan.copies if copy.summed}
+    assert parts == {
+        "dq": ((4, 3, 2, 20, 20), 80, "float32", (1,)),
+        "dk": ((4, 3, 2, 30, 20), 80, "float32", (0,)),
+        "dv": ((4, 3, 2, 30, 16), 64, "float32", (0, 1)),
+    }
+    args = plan.steps[1].args
+    assert (args["dq_wide"], args["dk_wide"], args["dv_wide"], args["boxes"]) == (1, 1, 1, 0)
+    assert [buffer.shape for buffer in plan.buffers[:3]] == [(4, 1, 2, 20, 20), (1, 3, 2, 30, 20), (1, 1, 2, 30, 16)]
+    assert not {"dk_map", "dv_map"} & plan.steps[1].tensor_maps.keys()
+
+
+def test_a_plan_of_backward_without_work_has_no_launch():
+    for shapes in (((0, 8), (4, 8), (4, 8)), ((4, 8), (0, 8), (0, 8))):
+        plan = planned_backward(*(np.zeros(shape, np.float16) for shape in shapes))
+        assert plan.steps == plan.copies == () and len(plan.buffers) == 3
+
+
+def test_tensor_maps_of_backward():
+    q, k, v = (np.zeros((3, 90, heads, 64), np.float16).swapaxes(-3, -2) for heads in (8, 2, 2))
+    plan = planned_backward(q, k, v, causal=True)
+    (_, step, _), size = plan.steps, 2
+    assert {copy.name for copy in plan.copies} == {"dout", "out", "lse"}, "these have strides of 0 here"
+    boxes = {name: tensor.box for name, tensor in step.tensor_maps.items()}
+    rows = {"q": 128, "dout": 128, "k": 128, "v": 128, "dk": 64, "dv": 64}
+    assert boxes == {f"{name}_map": (64, 1, n, 1, 1) for name, n in rows.items()}
+    assert step.tensor_maps["dk_map"].strides == (64 * size, 128 * size, 16, 90 * 128 * size)
+    assert step.args["boxes"] == 1 and step.args["parts"] == 2
+
+
+# The order of sums ----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def orders(draw):
+    """A head's tiles, mask and chunks, as plans make them; small tiles, so that there are many."""
+    queries, keys = draw(st.integers(1, 60)), draw(st.integers(1, 60))
+    causal, window = draw(CAUSAL), draw(st.none() | st.tuples(SIDE, SIDE))
+    mask, group, blocks = _masks.make(queries, keys, causal, window), draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    tile_q, tile_k = draw(st.sampled_from((1, 2, 3, 8))), draw(st.sampled_from((1, 2, 3, 8)))
+    query_tiles, key_tiles = -(-queries // tile_q), -(-keys // tile_k)
+    problem = SimpleNamespace(queries=queries, keys=keys, mask=mask)
+    return SimpleNamespace(
+        **vars(problem), **_plan._shifts(problem), group=group, blocks=blocks, tile_q=tile_q, tile_k=tile_k,
+        query_tiles=query_tiles, key_tiles=key_tiles, cyclic=mask.name == "full",
+        chunk=-(-key_tiles // -(-key_tiles // blocks)),
+    )  # fmt: skip
+
+
+def visits_of(order, index):
+    """Twin of `locate_item`, `Visit` and `turn_of` in kernels/visits.cuh: (key tile, [(head, query tile, turn)])."""
+
+    def clamp(value, high):
+        return min(max(value, 0), high)
+
+    key_tile = index
+    if order.cyclic:
+        first, end, visits = 0, order.query_tiles, order.group * order.query_tiles
+        chunk_first = key_tile // order.chunk * order.chunk
+        here = min(order.key_tiles - chunk_first, order.chunk)
+        head, tile = divmod((key_tile - chunk_first) * visits // here, order.query_tiles)
+    else:
+        key_tile = order.key_tiles - 1 - key_tile
+        last_key = clamp((key_tile + 1) * order.tile_k, order.keys) - 1
+        first = clamp(key_tile * order.tile_k - order.end_shift + 1, order.queries)
+        end = clamp(last_key - order.first_shift + 1, order.queries)
+        first, end = first // order.tile_q, (end - 1) // order.tile_q + 1 if first < end else first // order.tile_q
+        visits, head, tile = order.group * (end - first), 0, first
+    made = []
+    for _ in range(visits):
+        if order.cyclic:
+            place = head * order.query_tiles + tile
+            rank = ((place + 1) * here + visits - 1) // visits - 1 - (key_tile - chunk_first)
+            turn = chunk_first + (rank + here if rank < 0 else rank)
+        else:
+            last_row = clamp((tile + 1) * order.tile_q, order.queries) - 1
+            turn = (clamp(last_row + order.end_shift, order.keys) - 1) // order.tile_k - key_tile
+        made.append((head, tile, turn))
+        tile += 1
+        if tile == end:
+            tile, head = first, (head + 1) % order.group
+    return key_tile, made
+
+
+@settings(max_examples=1000)
+@given(orders())
+def test_turns_of_a_query_tile_are_those_of_its_visitors(order):
+    """Every pair of tiles with something to see meets once, and its turns are 0, 1, 2, ... without a gap."""
+    turns, items = {}, [visits_of(order, index) for index in range(order.key_tiles)]
+    assert sorted(key_tile for key_tile, _ in items) == list(range(order.key_tiles))
+    for key_tile, made in items:
+        for head, tile, turn in made:
+            turns.setdefault((head, tile), {})[key_tile] = turn
+    for visitors in turns.values():
+        assert sorted(visitors.values()) == list(range(len(visitors)))
+    i, j = np.arange(order.queries)[:, None], np.arange(order.keys)
+    seen = (order.mask.first_key(i, order.keys) <= j) & (j < order.mask.end_key(i, order.keys))
+    for head, tile in np.ndindex(order.group, order.query_tiles):
+        rows = seen[tile * order.tile_q : (tile + 1) * order.tile_q]
+        some = {t for t in range(order.key_tiles) if rows[:, t * order.tile_k : (t + 1) * order.tile_k].any()}
+        assert some == turns.get((head, tile), {}).keys()
+        # backward_finish.cu knows from the two ends whether anything was stored
+        first, last = tile * order.tile_q, min((tile + 1) * order.tile_q, order.queries) - 1
+        stored = order.mask.first_key(first, order.keys) < order.mask.end_key(last, order.keys)
+        assert stored == bool(some)
+
+
+@settings(max_examples=200)
+@given(orders(), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_turns_end_whatever_the_speed_of_blocks(order, heads, random):
+    """As many blocks as a plan's grid, each of which draws the next item when it has done with one."""
+    items = [(head, *visits_of(order, index)) for head in range(heads) for index in range(order.key_tiles)]
+    ticket, counters = iter(items), Counter()
+    blocks = [None] * min(order.blocks, len(items))
+    for _ in range(10**6):
+        ready = []
+        for n, block in enumerate(blocks):
+            if block is None:
+                item = next(ticket, None)
+                blocks[n] = block = False if item is None else (item[0], list(item[2]))
+            if block and (not block[1] or counters[block[0], *block[1][0][:2]] == block[1][0][2]):
+                ready.append(n)
+        if not any(blocks):
+            return
+        assert ready, "every block waits for another"
+        n = random.choice(ready)
+        key_head, left = blocks[n]
+        if left:
+            counters[key_head, *left.pop(0)[:2]] += 1
+        if not left:
+            blocks[n] = None
+    raise AssertionError("it did not end")
 
 
 @pytest.mark.parametrize("shape", [(2**20, 2**12, 1, 8), (2**16, 2**16, 1, 1, 8), (2**8, 2**12, 2**12, 1, 1, 8)])
@@ -1011,6 +1376,9 @@ def test_merging_does_not_overflow():
 
 EXAMPLES = [_plan.forward_variant(dtype, mask, 64, 64, HOPPER) for dtype in DTYPES for mask in _masks.MASKS]
 EXAMPLES += [_plan.hopper_variant("float16", mask, 64, 64) for mask in _masks.MASKS]
+EXAMPLES += [_plan.backward_variant("float16", 64, 64, HOPPER), _plan.hopper_backward_variant("float16", 64)]
+EXAMPLES += [_plan.rows_variant("float16"), _plan.finish_variant("float16")]
+EXAMPLES = list(dict.fromkeys(EXAMPLES))  # float32 and float64 have one kernel for all masks
 
 
 @pytest.mark.parametrize("variant", EXAMPLES, ids=lambda variant: variant.name)
@@ -1039,10 +1407,15 @@ def test_the_preamble_holds_constants_and_types_alone(variant):
     for line in variant.preamble().splitlines():
         assert re.fullmatch(form, line), line
     constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", variant.preamble()))
+    owners = {
+        "query_registers": "forward_sm90", "out_staged": "forward_sm90", "early": "forward_sm90",
+        "ordered": "backward backward_sm90", "vector_adds": "backward",
+    }  # fmt: skip
     numbers = {
         field.name: getattr(variant, field.name)
         for field in fields(variant)
-        if variant.hopper or field.name not in ("query_registers", "out_staged", "early")
+        if variant.kernel in owners.get(field.name, variant.kernel).split()
+        and field.name not in _variant._UNUSED.get(variant.kernel, ())
     }
     assert {name.lower(): int(value) for name, value in constants.items()} == {
         name: value for name, value in numbers.items() if isinstance(value, int)
@@ -1068,6 +1441,7 @@ def test_args_lie_where_the_struct_puts_them(kernel):
     sizes = {"const char*": 8, "char*": 8, "int64": 8, "int": 4, "float": 4, "double": 8, "Strides": 32, "Schedule": 16}
     sizes["TensorMap"] = 128
     offset, widest, found = 0, 1, {}
+    file = file if "Args" in structs(file) else "backward_args.cuh"
     declarations = re.sub("//.*", "", structs(file)["Args"]).replace("char* ", "char *")
     for kind, names in re.findall(r"(const char|\w+) (.+?);", declarations):
         for name in names.split(", "):
@@ -1078,4 +1452,6 @@ def test_args_lie_where_the_struct_puts_them(kernel):
             offset, widest = offset + size, max(widest, align)
     assert found == {name: args.fields[name][1] for name in args.names}
     assert args.itemsize == -(-offset // widest) * widest
-    assert args.names[:5] == ("q", "k", "v", "out", "lse"), "a launch packs the pointers first"
+    pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
+    pointers = pointers if kernel.startswith("backward") else "q k v out lse"
+    assert args.names[: len(pointers.split())] == tuple(pointers.split()), "a launch packs the pointers first"
