@@ -8,8 +8,8 @@
 // work, and two consumers.
 //
 // Everything a consumer computes has keys as rows, 64 of them. The accumulators of k q^T and v dout^T are then, as p
-// and ds, the A operands of the products with dout and q that dv and dk sum: they never leave registers, nor do dv and dk.
-// For dq alone ds goes to shared memory, transposed; each consumer makes one part of the product ds k, a half of its
+// and ds, the A operands of the products with dout and q that dv and dk sum: they never leave registers, nor do dv and
+// dk. For dq alone ds goes to shared memory, transposed; each consumer makes one part of the product ds k, a half of its
 // columns or, where TILE_Q is 128, of its rows. The part goes on, by way of shared memory, to a thread of the producer
 // warpgroup, which waits for the block's turn and has it added in global memory. Turns make dq reproducible, and no sum
 // needs zeros to begin with: the first stores.
@@ -138,8 +138,8 @@ struct Args {
 };
 template struct ArgsLayout<Args>;
 
-constexpr int COARSE = 4;  // offset in `turns`: whether some row_lse is too large to be close
-constexpr int TURNS = 32 * 4;
+// Offsets in turns, in bytes: see backward_args.cuh.
+constexpr int TICKET = 0, COARSE = 4, COUNTERS = 128;
 
 __device__ __forceinline__ uint32 barrier(uint32 shared, int start, int index = 0) {
     return shared + start + 8 * index;
@@ -173,10 +173,10 @@ __device__ __forceinline__ int draw(const Args& args, const Item& item) {
         const int end = (item.key_tile / args.chunk + 1) * args.chunk;
         const int head = static_cast<int>(item.batch) * (args.heads / args.group) + item.key_head;
         const int drawn = head * args.key_tiles + (end < args.key_tiles ? end : args.key_tiles);
-        while (load_acquire(args.turns) < drawn) {
+        while (load_acquire(args.turns + TICKET) < drawn) {
         }
     }
-    return atomic_add(args.turns, 1);
+    return atomic_add(args.turns + TICKET, 1);
 }
 
 // Which consumers have pairs to test.
@@ -194,7 +194,7 @@ __device__ __forceinline__ int tested(const Args& args, const Mask& mask, int ro
 // Draws items and plans their visits.
 __device__ __forceinline__ void plan(const Args& args, const Mask& mask, uint32 shared) {
     uint32 visit = 0;
-    int index = atomic_add(args.turns, 1);
+    int index = atomic_add(args.turns + TICKET, 1);
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {
         const uint32 item_shared = item_at(shared, number);
@@ -299,7 +299,7 @@ __device__ __forceinline__ void send(const Args& args, uint32 shared, int consum
             const Step step = load_shared<Step>(step_at(shared, visit));
             mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));
             const int64 part = static_cast<int64>(step.place) * CONSUMERS + consumer;
-            char* const counter = args.turns + TURNS + part * 4;
+            char* const counter = args.turns + COUNTERS + part * 4;
             char* const sum = args.dq_sum + part * (PIECES * PIECE_BYTES);
             if (ORDERED) {
                 while (load_acquire(counter) != step.turn) {
