@@ -223,10 +223,8 @@ def _not_for_hopper(problem):
         return f"wgmma has no {problem.dtype}"
     if 0 in (problem.keys, problem.value_dim):
         return "a tensor map has no empty axis"
-    if problem.function == "backward":
-        widest = max(HOPPER_BACKWARD_TILES)
-        return f"its backward has no head dims above {widest} yet" if _widest(problem) > widest else None
-    if problem.queries * problem.heads * math.prod(problem.batch) > MOST_TILES:
+    tiles = problem.queries * problem.heads * math.prod(problem.batch)
+    if problem.function == "forward" and tiles > MOST_TILES:
         return "a ticket counts no more than 2^30 tiles"
     return None
 
@@ -281,10 +279,6 @@ def finish_variant(dtype):
 
 
 # Forward --------------------------------------------------------------------------------------------------------
-
-
-def _widest(problem):
-    return max(problem.head_dim, problem.value_dim)
 
 
 def _portable_forward(problem, limits, reason):
@@ -426,7 +420,7 @@ def _portable_backward(problem, limits, reason):
 
 
 def _hopper_backward(problem, limits, reason):
-    dim = next(dim for dim in HOPPER_BACKWARD_TILES if _widest(problem) <= dim)
+    dim = next(dim for dim in HOPPER_BACKWARD_TILES if max(problem.head_dim, problem.value_dim) <= dim)
     variant = hopper_backward_variant(problem.dtype, dim)
     return _backward(problem, limits, "sm90", reason, variant, parts=2)
 
