@@ -257,6 +257,12 @@ def backward_variant(dtype, head_dim, value_dim, limits):
     )  # fmt: skip
 
 
+def hopper_backward_dims(head_dim, value_dim):
+    """Head dims as the sm90 engine's backward compiles them: alike."""
+    dim = next(dim for dim in HOPPER_BACKWARD_TILES if max(head_dim, value_dim) <= dim)
+    return dim, dim
+
+
 def hopper_backward_variant(dtype, dim):
     """The sm90 engine's main kernel of backward for a padded head dim, of v too."""
     tile_q, tile_k, warps = HOPPER_BACKWARD_TILES[dim]
@@ -420,7 +426,7 @@ def _portable_backward(problem, limits, reason):
 
 
 def _hopper_backward(problem, limits, reason):
-    dim = next(dim for dim in HOPPER_BACKWARD_TILES if max(problem.head_dim, problem.value_dim) <= dim)
+    dim, _ = hopper_backward_dims(problem.head_dim, problem.value_dim)
     variant = hopper_backward_variant(problem.dtype, dim)
     return _backward(problem, limits, "sm90", reason, variant, parts=2)
 
