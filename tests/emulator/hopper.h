@@ -197,38 +197,37 @@ inline void wait_for_barrier(uint32_t address, uint32_t parity, Site here) {
 // Named barriers: those that meet at one must expect as many, and come to it once, to wait there or in passing.
 struct BlockNamed {
     int expected[16] = {};
-    Site here[16];                    // of who came last
-    bool came[16][MOST_THREADS] = {};  // since it last opened
+    Site here[16];          // of who came last
+    uint32_t came[16] = {};  // warps, since it last opened
 };
 inline void meet_at_named(const char* what, int number, int threads, bool waits, Site here) {
     if (number < 1 || number > 15) fail(here, "%s %d; wanted 1 to 15", what, number);
     if (threads < WARP_LANES || threads % WARP_LANES != 0 || threads > static_cast<int>(world.launch->threads)) {
         fail(here, "%s of %d threads; wanted whole warps of this block", what, threads);
     }
-    BlockNamed& named = state_of<BlockNamed>(block());
-    int none = 0;
-    collective(thread().warp->lanes, what, none, [](int**) {}, here);
     Barrier& barrier = block().barriers[number];
-    bool& came = named.came[number][thread().index];
-    if (barrier.arrived == 0) {
-        std::fill(std::begin(named.came[number]), std::end(named.came[number]), false);
-    } else {
-        const Site other = named.here[number];
-        if (named.expected[number] != threads) {
-            fail(here, "%s %d of %d threads, while others at %s:%d expect %d", what, number, threads, other.file, other.line,
-                 named.expected[number]);
+    collective(thread().warp->lanes, what, number, [&](int** numbers) {
+        for (int lane = 1; lane < WARP_LANES; ++lane) {
+            if (*numbers[lane] != *numbers[0]) fail(here, "%s: %d in lane %d, %d in lane 0", what, *numbers[lane], lane, *numbers[0]);
         }
-        if (came) fail(here, "%s %d by a thread that has come to it already; it has not opened since: %d of %d are there", what,
-                       number, barrier.arrived, threads);
-    }
-    came = true;
-    named.expected[number] = threads;
-    named.here[number] = here;
-    if (waits) {
-        barrier_sync(barrier, threads, what, here);
-    } else {
-        barrier_arrive(barrier, threads, here);
-    }
+        BlockNamed& named = state_of<BlockNamed>(block());
+        const uint32_t warp = 1u << thread().warp->index;
+        if (barrier.arrived == 0) {
+            named.came[number] = 0;
+        } else if (named.expected[number] != threads) {
+            fail(here, "%s %d of %d threads, while others at %s:%d expect %d", what, number, threads, named.here[number].file,
+                 named.here[number].line, named.expected[number]);
+        } else if (named.came[number] & warp) {
+            fail(here, "%s %d by a warp that has come to it already; it has not opened since: %d of %d are there", what, number,
+                 barrier.arrived, threads);
+        }
+        named.came[number] |= warp;
+        named.expected[number] = threads;
+        named.here[number] = here;
+        if (waits) return;
+        for (const Thread* lane : thread().warp->lanes.threads) barrier_arrive(barrier, threads, *lane);
+    }, here);
+    if (waits) barrier_sync(barrier, threads, what, here);
 }
 
 // Bulk copies ------------------------------------------------------------------------------------------------------
@@ -418,8 +417,13 @@ inline void commit_stores() {
     stores.groups.push_back(std::move(stores.open));
     stores.open.clear();
 }
-// All but the newest `pending` groups are read and, where `written`, written; else they are some time later.
-inline void wait_for_stores(size_t pending, bool written) {
+// All but the newest `pending` groups are read and, where `written`, written; else they are some time later. That takes
+// as many turns as the seed says.
+inline void wait_for_stores(size_t pending, bool written, const char* what, Site here) {
+    for (uint32_t turns = random(8); turns > 0; --turns) {
+        pause(what, here);
+        progress();
+    }
     ThreadStores& stores = state_of<ThreadStores>(thread());
     for (size_t n = 0; n + pending < stores.groups.size(); ++n) {
         for (auto& store : stores.groups[n]) {
