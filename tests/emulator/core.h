@@ -761,7 +761,8 @@ inline void clear(Cluster& cluster) {
 // Turns of the warps, in a new order each round.
 inline void schedule() {
     const Launch& launch = *world.launch;
-    const uint64_t together = launch.fewest_alive + random(static_cast<uint32_t>(launch.most_alive - launch.fewest_alive + 1));
+    const uint64_t choices = launch.most_alive - launch.fewest_alive + 1;
+    const uint64_t together = launch.fewest_alive + random(static_cast<uint32_t>(choices));
     std::vector<Warp*> turns;
     for (int idle = 0;;) {
         while (world.alive.size() < together && world.next_block < static_cast<int64_t>(launch.grid)) start_cluster();

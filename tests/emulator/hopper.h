@@ -207,19 +207,20 @@ inline void meet_at_named(const char* what, int number, int threads, bool waits,
     }
     Barrier& barrier = block().barriers[number];
     collective(thread().warp->lanes, what, number, [&](int** numbers) {
-        for (int lane = 1; lane < WARP_LANES; ++lane) {
-            if (*numbers[lane] != *numbers[0]) fail(here, "%s: %d in lane %d, %d in lane 0", what, *numbers[lane], lane, *numbers[0]);
+        for (int lane = 0; lane < WARP_LANES; ++lane) {
+            if (*numbers[lane] == number) continue;
+            fail(here, "%s %d, while lane %d of the warp has %d", what, number, lane, *numbers[lane]);
         }
         BlockNamed& named = state_of<BlockNamed>(block());
         const uint32_t warp = 1u << thread().warp->index;
         if (barrier.arrived == 0) {
             named.came[number] = 0;
         } else if (named.expected[number] != threads) {
-            fail(here, "%s %d of %d threads, while others at %s:%d expect %d", what, number, threads, named.here[number].file,
-                 named.here[number].line, named.expected[number]);
+            fail(here, "%s %d of %d threads, while others at %s:%d expect %d", what, number, threads,
+                 named.here[number].file, named.here[number].line, named.expected[number]);
         } else if (named.came[number] & warp) {
-            fail(here, "%s %d by a warp that has come to it already; it has not opened since: %d of %d are there", what, number,
-                 barrier.arrived, threads);
+            fail(here, "%s %d by a warp that has come to it already; it has not opened since: %d of %d are there", what,
+                 number, barrier.arrived, threads);
         }
         named.came[number] |= warp;
         named.expected[number] = threads;
@@ -232,9 +233,9 @@ inline void meet_at_named(const char* what, int number, int threads, bool waits,
 
 // Bulk copies ------------------------------------------------------------------------------------------------------
 //
-// Of a box of a tensor or of bytes as they lie: either tells its `here`, where it begins in shared memory, its `bytes`,
-// and, by their order in the copy, where its `chunks` of 16 bytes lie in shared memory. `fetch` gets them all from global
-// memory, `deliver` puts them there.
+// Of a box of a tensor or of bytes as they lie. Either tells its place in the kernel, where it begins in shared memory,
+// how many `bytes` it has and where each `chunk` of 16, by its number, lies in shared memory. `fetch` gets them all from
+// global memory, `deliver` puts them there.
 
 // What tensor_map.py's `encode` writes.
 struct EmulatedMap {
@@ -409,8 +410,9 @@ template <typename Piece>
 void store_bulk(const Piece& piece) {
     std::vector<uint32_t> chunks;
     for (uint32_t n = 0; n < piece.bytes() / 16; ++n) chunks.push_back(piece.chunk(n));
-    state_of<ThreadStores>(thread()).open.push_back(std::make_shared<Store>(Store{
-        piece.here, Reader(thread(), thread(), piece.here), chunks, [piece](const char* data) { piece.deliver(data); }}));
+    const Reader reader(thread(), thread(), piece.here);
+    auto deliver = [piece](const char* data) { piece.deliver(data); };
+    state_of<ThreadStores>(thread()).open.push_back(std::make_shared<Store>(Store{piece.here, reader, chunks, deliver}));
 }
 inline void commit_stores() {
     ThreadStores& stores = state_of<ThreadStores>(thread());
@@ -813,7 +815,9 @@ inline void leave_hopper() {
     }
     if (t.block->live > 1) return;
     const BlockCopies& copies = state_of<BlockCopies>(*t.block);
-    if (copies.in_flight) fail(copies.here, "the block ends with %d loads in flight, this one among them", copies.in_flight);
+    if (copies.in_flight) {
+        fail(copies.here, "the block ends with %d loads in flight, this one among them", copies.in_flight);
+    }
     for (BlockProducts::Log& log : state_of<BlockProducts>(*t.block).groups) {
         if (!log.operations.empty()) {
             fail(log.operations[0].here, "not all warps of the warpgroup have executed this product: %llu, %llu, %llu and %llu products",
