@@ -223,10 +223,8 @@ def _not_for_hopper(problem):
         return f"wgmma has no {problem.dtype}"
     if 0 in (problem.keys, problem.value_dim):
         return "a tensor map has no empty axis"
-    if problem.function == "backward":
-        widest = max(HOPPER_BACKWARD_TILES)
-        return f"its backward has no head dims above {widest} yet" if _widest(problem) > widest else None
-    if problem.queries * problem.heads * math.prod(problem.batch) > MOST_TILES:
+    tiles = problem.queries * problem.heads * math.prod(problem.batch)
+    if problem.function == "forward" and tiles > MOST_TILES:
         return "a ticket counts no more than 2^30 tiles"
     return None
 
@@ -239,7 +237,7 @@ BACKWARD_TILES = {
     256: ((64, 64, 8, 1, 2), (64, 64, 8, 1, 1), (64, 16, 4, 1, 1)),
 }
 # The same of the sm90 engine: tile_q, tile_k, warps.
-HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12)}
+HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12), 256: (64, 64, 12)}
 
 
 def backward_variant(dtype, head_dim, value_dim, limits):
@@ -259,12 +257,20 @@ def backward_variant(dtype, head_dim, value_dim, limits):
     )  # fmt: skip
 
 
+def hopper_backward_dims(head_dim, value_dim):
+    """Head dims as the sm90 engine's backward compiles them: alike."""
+    dim = next(dim for dim in HOPPER_BACKWARD_TILES if max(head_dim, value_dim) <= dim)
+    return dim, dim
+
+
 def hopper_backward_variant(dtype, dim):
     """The sm90 engine's main kernel of backward for a padded head dim, of v too."""
     tile_q, tile_k, warps = HOPPER_BACKWARD_TILES[dim]
-    shared = 4 * dim * (2 * tile_q + tile_k) + 4 * tile_q * tile_k  # q and dout twice; k and v; ds twice
-    shared += 2 * 4 * 64 * 64 + 2 * 2 * 64 * dim  # of each consumer: a part of dq; dk or dv on the way out
-    shared += 16 * tile_q + 8 * 16 + 2 * 48 + 24 * 8  # numbers of rows, visits, items, barriers
+    roles = dim > 128  # of the two consumers, which have one stage of dout and leave dk, dv where k, v were
+    stages, grads, weights = (3, 16, 4 * tile_q * tile_k) if roles else (4, 2 * 64 * dim, 16)  # no array is empty
+    shared = 2 * dim * (stages * tile_q + 2 * tile_k) + 4 * tile_q * tile_k  # q and dout; k and v; ds twice
+    shared += 2 * (4 * 64 * 64 + grads) + weights  # of each consumer: a piece of dq, dk or dv on the way out
+    shared += 4 * stages * tile_q + 8 * 32 + 2 * 48 + 8 * (34 + 2 * stages)  # numbers of rows, visits, items, barriers
     return Variant("backward_sm90", dtype, "window", dim, dim, tile_q, tile_k, warps, 1, 2, shared)
 
 
@@ -279,10 +285,6 @@ def finish_variant(dtype):
 
 
 # Forward --------------------------------------------------------------------------------------------------------
-
-
-def _widest(problem):
-    return max(problem.head_dim, problem.value_dim)
 
 
 def _portable_forward(problem, limits, reason):
@@ -368,7 +370,7 @@ def _forward(problem, pack, tile_q, chunk, key_box=None):
 
 
 def _shifts(problem):
-    """The two shifts of the mask as the most general one, `_masks.Window`, has them; the others ignore what they lack."""
+    """The shifts of the mask as the most general one, `_masks.Window`, has them; others ignore what they lack."""
     full = {"full": (-problem.queries, problem.keys), "causal": (-problem.queries, problem.mask.end_shift)}
     shifts = full.get(problem.mask.name, (problem.mask.first_shift, problem.mask.end_shift))
     return dict(zip(("first_shift", "end_shift"), shifts, strict=True))
@@ -424,7 +426,7 @@ def _portable_backward(problem, limits, reason):
 
 
 def _hopper_backward(problem, limits, reason):
-    dim = next(dim for dim in HOPPER_BACKWARD_TILES if _widest(problem) <= dim)
+    dim, _ = hopper_backward_dims(problem.head_dim, problem.value_dim)
     variant = hopper_backward_variant(problem.dtype, dim)
     return _backward(problem, limits, "sm90", reason, variant, parts=2)
 
@@ -447,7 +449,8 @@ def _backward(problem, limits, engine, reason, variant, parts):
     heads, items = batches * problem.heads, batches * problem.key_heads * key_tiles
     counters = FIRST_COUNTER + heads * query_tiles * parts
     if items >= MOST_TILES or counters >= 2**31:
-        raise ValueError(f"backward: has {items} tiles of keys and {counters} counters; wanted fewer than 2^30 and 2^31")
+        has = f"{items} tiles of keys and {counters} counters"
+        raise ValueError(f"backward: has {has}; wanted fewer than 2^30 and 2^31")
     blocks = limits.processors * variant.blocks_per_sm
     largest = float(np.finfo(np.float32).max) / 2
     scale = min(max(problem.scale, -largest), largest)

@@ -158,7 +158,8 @@ class Variant:
         )
         return (
             f"// {self.name}\nnamespace cuflash {{\n{declared}using Element = {element.struct};\n"
-            f"struct {mask.__name__};\nusing Mask = {mask.__name__};\n{numbers}{last_first}{_OFFSET_OF}template <typename A>\nstruct ArgsLayout {{\n"
+            f"struct {mask.__name__};\nusing Mask = {mask.__name__};\n{numbers}{last_first}"
+            f"{_OFFSET_OF}template <typename A>\nstruct ArgsLayout {{\n"
             f'    static_assert(sizeof(A) == {self.args.itemsize}, "Args: not the size Python packs");\n{offsets}}};\n'
             f"}}\n"
         )
@@ -189,7 +190,8 @@ class Variant:
         """The products of a warpgroup of the sizes in use."""
         sizes = {
             "forward_sm90": (self.tile_k, self.value_dim),
-            "backward_sm90": (self.tile_q, self.head_dim, 64),  # the last: columns of a consumer's part of dq
+            # The last: columns of a consumer's part of dq.
+            "backward_sm90": (self.tile_q, self.head_dim, self.tile_q * self.head_dim // 128),
         }
         return wgmma(self.element, sizes[self.kernel]) if self.hopper else ""
 
