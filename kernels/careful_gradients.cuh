@@ -9,41 +9,37 @@
 
 namespace cuflash {
 
-constexpr int ROW_NUMBERS = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;  // of a row, for each lane
-
-// A row of up to ROW_NUMBERS * WARP elements, every 32nd of them a lane's; zeros beyond its end.
-struct LaneRow {
-    float x[ROW_NUMBERS];
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int n = 0; n < ROW_NUMBERS; ++n) x[n] = 0.0f;
+// The product of two rows, in all lanes of a warp.
+__device__ __forceinline__ float dot(const char* a, const char* b, int columns) {
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int d = lane_index(); d < columns; d += WARP) {
+        const Element x = load_global<Element>(a + 2 * d), y = load_global<Element>(b + 2 * d);
+        sum = fused_multiply_add(to_float(x), to_float(y), sum);
     }
-    __device__ __forceinline__ void load(const char* row, int columns) {
 #pragma unroll
-        for (int n = 0; n < ROW_NUMBERS; ++n) {
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
+    return sum;
+}
+
+// A row of sums, every 32nd of them a lane's. Operands are read again for each use: registers here are registers of
+// the whole kernel, and this path is rare.
+struct RowSum {
+    static constexpr int NUMBERS = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;
+    float x[NUMBERS] = {};
+
+    __device__ __forceinline__ void add(float factor, const char* row, int columns) {
+#pragma unroll
+        for (int n = 0; n < NUMBERS; ++n) {
             const int d = n * WARP + lane_index();
-            x[n] = d < columns ? to_float(load_global<Element>(row + 2 * d)) : 0.0f;
+            if (d < columns) x[n] = fused_multiply_add(factor, to_float(load_global<Element>(row + 2 * d)), x[n]);
         }
-    }
-    // The product with another row, in all lanes.
-    __device__ __forceinline__ float dot(const LaneRow& other) const {
-        float sum = 0.0f;
-#pragma unroll
-        for (int n = 0; n < ROW_NUMBERS; ++n) sum = fused_multiply_add(x[n], other.x[n], sum);
-#pragma unroll
-        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
-        return sum;
-    }
-    __device__ __forceinline__ void add(float factor, const LaneRow& other) {
-#pragma unroll
-        for (int n = 0; n < ROW_NUMBERS; ++n) x[n] = fused_multiply_add(factor, other.x[n], x[n]);
     }
     __device__ __forceinline__ void store(char* row, int columns, bool wide, float factor) const {
 #pragma unroll
-        for (int n = 0; n < ROW_NUMBERS; ++n) {
+        for (int n = 0; n < NUMBERS; ++n) {
             const int d = n * WARP + lane_index();
-            if (d >= columns) continue;
+            if (d >= columns) break;
             if (wide) {
                 store_global(row + 4 * d, x[n] * factor);
             } else {
@@ -57,6 +53,7 @@ struct LaneRow {
 // Whether a row that was stored holds a number that is not finite; all lanes get the answer.
 __device__ __forceinline__ bool is_spoilt(const char* row, int columns, bool wide) {
     bool spoilt = false;
+#pragma unroll 1
     for (int d = lane_index(); d < columns; d += WARP) {
         if (wide) {
             spoilt |= !is_finite(load_global<float>(row + 4 * d));
@@ -83,8 +80,8 @@ struct Pair {
 template <typename Args>
 struct GradientRows {
     const Args& args;
-    int64 batch, batch0, batch1;
-    __device__ __forceinline__ GradientRows(const Args& args, int64 batch)
+    int batch, batch0, batch1;
+    __device__ __forceinline__ GradientRows(const Args& args, int batch)
         : args(args), batch(batch), batch0(batch / args.batches1), batch1(batch % args.batches1) {}
 
     template <typename Pointer>
@@ -93,58 +90,53 @@ struct GradientRows {
     }
     // Of row_lse and row_delta.
     __device__ __forceinline__ float of_row(const char* base, int head, int row) const {
-        const int64 linear = (batch * args.heads + head) * args.query_tiles * args.tile_q + row;
-        return load_global<float>(base + 4 * linear);
+        const int64 tile = static_cast<int64>(batch * args.heads + head) * args.query_tiles;
+        return load_global<float>(base + 4 * (tile * args.tile_q + row));
     }
 };
 
 // dq of one row.
 template <typename Args>
-__device__ __noinline__ void careful_dq(const Args& args, int64 batch, int head, int i, int first, int end) {
+__device__ __forceinline__ void careful_dq(const Args& args, int batch, int head, int i, int first, int end) {
     const GradientRows<Args> rows(args, batch);
     const int key_head = head / args.group;
     const float row_lse = rows.of_row(args.row_lse, head, i), row_delta = rows.of_row(args.row_delta, head, i);
-    LaneRow query, dout, sum;
-    query.load(rows.at(args.q, args.q_strides, head, i), args.head_dim);
-    dout.load(rows.at(args.dout, args.dout_strides, head, i), args.value_dim);
-    sum.clear();
+    const char* query = rows.at(args.q, args.q_strides, head, i);
+    const char* dout = rows.at(args.dout, args.dout_strides, head, i);
+    const char* key = rows.at(args.k, args.k_strides, key_head, first);
+    const char* value = rows.at(args.v, args.v_strides, key_head, first);
+    RowSum dq;
 #pragma unroll 1
-    for (int j = first; j < end; ++j) {
-        LaneRow key, value;
-        key.load(rows.at(args.k, args.k_strides, key_head, j), args.head_dim);
-        value.load(rows.at(args.v, args.v_strides, key_head, j), args.value_dim);
-        const Pair pair(query.dot(key), args.scale_log2, row_lse, dout.dot(value), row_delta);
-        if (pair.seen) sum.add(pair.ds, key);
+    for (int j = first; j < end; ++j, key += args.k_strides.row, value += args.v_strides.row) {
+        const Pair pair(dot(query, key, args.head_dim), args.scale_log2, row_lse, dot(dout, value, args.value_dim),
+                        row_delta);
+        if (pair.seen) dq.add(pair.ds, key, args.head_dim);
     }
-    sum.store(rows.at(args.dq, args.dq_strides, head, i), args.head_dim, args.dq_wide, args.scale);
+    dq.store(rows.at(args.dq, args.dq_strides, head, i), args.head_dim, args.dq_wide, args.scale);
 }
 
-// dk and dv of one key, each where it is wanted.
-template <typename Args>
-__device__ __noinline__ void careful_dk_dv(const Args& args, int64 batch, int key_head, int j, int first, int end,
-                                           bool wants_dk, bool wants_dv) {
+// dk or dv of one key.
+template <bool IS_DK, typename Args>
+__device__ __forceinline__ void careful_dk_dv(const Args& args, int batch, int key_head, int j, int first, int end) {
     const GradientRows<Args> rows(args, batch);
-    LaneRow key, value, dk, dv;
-    key.load(rows.at(args.k, args.k_strides, key_head, j), args.head_dim);
-    value.load(rows.at(args.v, args.v_strides, key_head, j), args.value_dim);
-    dk.clear();
-    dv.clear();
+    const char* key = rows.at(args.k, args.k_strides, key_head, j);
+    const char* value = rows.at(args.v, args.v_strides, key_head, j);
+    RowSum sum;
 #pragma unroll 1
     for (int head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
+        const char* query = rows.at(args.q, args.q_strides, head, first);
+        const char* dout = rows.at(args.dout, args.dout_strides, head, first);
 #pragma unroll 1
-        for (int i = first; i < end; ++i) {
-            LaneRow query, dout;
-            query.load(rows.at(args.q, args.q_strides, head, i), args.head_dim);
-            dout.load(rows.at(args.dout, args.dout_strides, head, i), args.value_dim);
-            const Pair pair(query.dot(key), args.scale_log2, rows.of_row(args.row_lse, head, i), dout.dot(value),
-                            rows.of_row(args.row_delta, head, i));
+        for (int i = first; i < end; ++i, query += args.q_strides.row, dout += args.dout_strides.row) {
+            const Pair pair(dot(query, key, args.head_dim), args.scale_log2, rows.of_row(args.row_lse, head, i),
+                            dot(dout, value, args.value_dim), rows.of_row(args.row_delta, head, i));
             if (!pair.seen) continue;
-            dk.add(pair.ds, query);
-            dv.add(pair.p, dout);
+            if (IS_DK) sum.add(pair.ds, query, args.head_dim);
+            else sum.add(pair.p, dout, args.value_dim);
         }
     }
-    if (wants_dk) dk.store(rows.at(args.dk, args.dk_strides, key_head, j), args.head_dim, args.dk_wide, args.scale);
-    if (wants_dv) dv.store(rows.at(args.dv, args.dv_strides, key_head, j), args.value_dim, args.dv_wide, 1.0f);
+    if (IS_DK) sum.store(rows.at(args.dk, args.dk_strides, key_head, j), args.head_dim, args.dk_wide, args.scale);
+    else sum.store(rows.at(args.dv, args.dv_strides, key_head, j), args.value_dim, args.dv_wide, 1.0f);
 }
 
 }  // namespace cuflash
