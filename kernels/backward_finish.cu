@@ -1,10 +1,10 @@
 // The end of the backward pass: dq = scale * dq_sum, rounded, in the rows of the caller's array; and, where a number of
 // dq, dk or dv is not finite, that row again by the careful path.
 //
-// Blocks of two kinds. The first own 64 rows of dq of a head, as the main kernel's accumulators left them (visits.cuh
-// says who did); they go through shared memory, so that rows leave in whole chunks of 16 bytes. Where dq is a part of a
-// sum and so float32, four neighbouring threads have 32 bytes of a row, which is as good. The other blocks own an item, a
-// tile of keys, and do nothing unless it is suspect. Memory limits both.
+// Blocks of two kinds. The first own 64 rows of dq of a head, as the main kernel's accumulators left them; they go
+// through shared memory, so that rows leave in whole chunks of 16 bytes. Where dq is a part of a sum and so float32,
+// four neighbouring threads have 32 bytes of a row, which is as good. The other blocks own an item, a tile of keys, and
+// do nothing unless it is suspect. Memory limits both.
 #include "backward_args.cuh"
 #include "careful_gradients.cuh"
 #include "mask.cuh"
@@ -21,7 +21,7 @@ static_assert(STAGES == 1, "STAGES: one tile");
 constexpr int SHARES = WARPS / 4;                // of each row, a warp each
 constexpr int FLAG_BYTES = 4 * TILE_Q * SHARES;  // whether a share of a row is spoilt
 constexpr int PADDING = CHUNK;                   // of a row, to spread the banks
-static_assert(SHARED_BYTES == FLAG_BYTES + TILE_Q * (HEAD_DIM * 2 + PADDING), "SHARED_BYTES: flags and the widest rows");
+static_assert(SHARED_BYTES == FLAG_BYTES + TILE_Q * (HEAD_DIM * 2 + PADDING), "SHARED_BYTES: flags, the widest rows");
 
 struct alignas(16) Accumulator {  // of a lane, for 16 x 8 numbers
     float x[4];
@@ -96,7 +96,8 @@ __device__ __forceinline__ void finish_rows(const Args& args, int linear, int fi
     for (int n = thread_index(); n < here * chunks; n += THREADS) {
         const int r = n / chunks, chunk = n % chunks;
         if (is_flagged(r)) continue;
-        store_global(dq + r * args.dq_strides.row + chunk * CHUNK, load_shared<Vector16>(rows + r * pitch + chunk * CHUNK));
+        const Vector16 vector = load_shared<Vector16>(rows + r * pitch + chunk * CHUNK);
+        store_global(dq + r * args.dq_strides.row + chunk * CHUNK, vector);
     }
     if (any(is_flagged(lane) || is_flagged(lane + WARP))) finish_flagged(args, linear, first);
 }
@@ -112,10 +113,11 @@ __device__ __noinline__ void finish_item(const Args& args, int item) {
 #pragma unroll 1
     for (int j = first + warp_index(); j < end; j += WARPS) {
         const GradientRows<Args> rows(args, batch);
-        const bool spoilt = IS_DK ? is_spoilt(rows.at(args.dk, args.dk_strides, key_head, j), args.head_dim, args.dk_wide)
-                                  : is_spoilt(rows.at(args.dv, args.dv_strides, key_head, j), args.value_dim, args.dv_wide);
-        if (!spoilt) continue;
-        careful_dk_dv<IS_DK>(args, batch, key_head, j, mask.first_query(j, args.queries), mask.end_query(j, args.queries));
+        const char* row = IS_DK ? rows.at(args.dk, args.dk_strides, key_head, j)
+                                : rows.at(args.dv, args.dv_strides, key_head, j);
+        if (!is_spoilt(row, IS_DK ? args.head_dim : args.value_dim, IS_DK ? args.dk_wide : args.dv_wide)) continue;
+        const int first_query = mask.first_query(j, args.queries), end_query = mask.end_query(j, args.queries);
+        careful_dk_dv<IS_DK>(args, batch, key_head, j, first_query, end_query);
     }
 }
 
