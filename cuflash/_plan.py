@@ -165,14 +165,15 @@ def variants(limits):
 
 
 # Tiles of the sm90 engine, by padded head_dim and value_dim: tile_q (64 rows a consumer), tile_k, whether q stays in
-# registers, whether out leaves through shared memory of its own, steps of exponentials that run beside a product.
+# registers, panels of 64 columns by which out leaves through shared memory of its own (0: from registers), steps of
+# exponentials that run beside a product.
 HOPPER_TILES = {
     (64, 64): (256, 64, 0, 1, 0),  # 192 rows by 112 keys: 0.85 of it at 1k, 1.02 at 16k; 2 steps beside: 0.95
-    (96, 96): (128, 128, 1, 1, 2),
-    (128, 128): (128, 128, 1, 1, 2),  # no step beside: 0.93; 3: 0.97; tile_k 112: 0.93; 144: 0.95
-    (192, 128): (128, 96, 0, 1, 0),
+    (96, 96): (128, 128, 1, 2, 2),
+    (128, 128): (128, 128, 1, 2, 2),  # no step beside: 0.93; 3: 0.97; tile_k 112: 0.93; 144: 0.95
+    (192, 128): (128, 96, 0, 2, 0),
     (192, 192): (128, 112, 0, 0, 0),
-    (256, 256): (128, 64, 0, 0, 2),  # tile_k 80: 0.97 causal, the same without a mask; no step beside: 0.99
+    (256, 256): (128, 64, 0, 2, 2),  # tile_k 80: 0.97 causal, the same without a mask; no step beside: 0.99
 }
 
 
@@ -186,7 +187,7 @@ def hopper_variant(dtype, mask, head_dim, value_dim):
     dims = hopper_dims(head_dim, value_dim)
     tile_q, tile_k, query_registers, out_staged, early = HOPPER_TILES[dims]
     consumers, (query_panels, value_panels) = tile_q // 64, (-(-dim // 64) for dim in dims)
-    shared = 128 * tile_q * (query_panels + out_staged * value_panels)  # rows of 128 bytes
+    shared = 128 * tile_q * (query_panels + out_staged)  # rows of 128 bytes
     shared += 2 * 128 * tile_k * (query_panels + value_panels)
     shared += 32 + consumers * (3 * 48 + 16) + 64 + 16 * (not out_staged)  # work and barriers; an array is never empty
     return Variant(

@@ -103,7 +103,7 @@ class Variant:
     stages: int  # 2: the next tile is copied beside this one; 1: its keys beside these values, and so on in turn
     shared_bytes: int
     query_registers: int = 0  # whether q stays in registers, so that its shared memory is free for the next rows
-    out_staged: int = 0  # whether out leaves through shared memory of its own, by tensor copies
+    out_staged: int = 0  # panels of a warp's rows of out in shared memory of its own, to leave by tensor copies
     early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
 
     @property
@@ -111,7 +111,7 @@ class Variant:
         """The facts spelled out: a label for benchmarks, tests and errors."""
         dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}v{self.value_dim}"
         tiles = f"q{self.tile_q}_k{self.tile_k}_w{self.warps}_b{self.blocks_per_sm}"
-        more = "_r" * self.query_registers + "_o" * self.out_staged + f"_e{self.early}" * (self.early > 0)
+        more = "_r" * self.query_registers + f"_o{self.out_staged}" * (self.out_staged > 0) + f"_e{self.early}" * (self.early > 0)
         return f"{self.kernel}_{ELEMENTS[self.element].short}_{self.mask}_{dims}_{tiles}_s{self.stages}{more}"
 
     @property

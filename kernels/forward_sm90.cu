@@ -40,7 +40,9 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 :
 using QueryTile = Panels<ROWS, HEAD_DIM>;
 using KeyTile = Panels<TILE_K, HEAD_DIM>;
 using ValueTile = Panels<TILE_K, VALUE_DIM>;
-using OutTile = Panels<16, VALUE_DIM>;  // of a warp
+using OutTile = Panels<16, VALUE_DIM>;                          // of a warp, which leaves panel by panel
+constexpr int STAGING_BYTES = OUT_STAGED * OutTile::PANEL_BYTES;  // by way of so many places
+static_assert(!OUT_STAGED || OutTile::COUNT % OUT_STAGED == 0, "OUT_STAGED: as many rounds of the places as fill the tile");
 
 // What a consumer is to do with its rows of a tile. Tiles of keys are visited from the last to the first.
 struct alignas(16) Work {
@@ -64,7 +66,7 @@ struct Shared {
     char queries[CONSUMERS][QueryTile::BYTES];
     char keys[STAGES][KeyTile::BYTES];
     char values[STAGES][ValueTile::BYTES];
-    char out[OUT_STAGED ? 4 * CONSUMERS * OutTile::BYTES : 16];
+    char out[OUT_STAGED ? 4 * CONSUMERS * STAGING_BYTES : 16];
     Work work[SLOTS][CONSUMERS];
     Place next;
     uint64 queries_full[CONSUMERS], queries_empty[CONSUMERS];
@@ -388,32 +390,34 @@ __device__ __forceinline__ char* lse_of(const Args& args, const Work& work, int 
 __device__ __forceinline__ void store_staged(const Args& args, const Work& work, uint32 staging, int first_row,
                                              const Words& words) {
     const int lane = lane_index();
-    if (lane == 0) cp_async_bulk_wait_group_read<0>();  // the rows before have left
-    sync_warp();
 #pragma unroll
-    for (int step = 0; step < VALUE_DIM / 16; ++step) {
-        stmatrix_x4(staging + OutTile::offset(lane % 16, 2 * step + lane / 16), words[step]);
-    }
-    if (args.out_boxes) {
-        fence_proxy_async();
+    for (int panel = 0; panel < OutTile::COUNT; ++panel) {
+        const uint32 place = staging + panel % OUT_STAGED * OutTile::PANEL_BYTES;
+        if (lane == 0) cp_async_bulk_wait_group_read<OUT_STAGED - 1>();  // the panel that was here has left
         sync_warp();
-        if (lane == 0 && first_row < work.end_row) {
 #pragma unroll
-            for (int panel = 0; panel < OutTile::COUNT; ++panel) {
-                const Corner corner{64 * panel, work.head, query_of(first_row, args.pack), work.batch0, work.batch1};
-                cp_async_bulk_tensor_store(args.out_map, staging + panel * OutTile::PANEL_BYTES, corner);
-            }
-            cp_async_bulk_commit_group();
+        for (int step = 4 * panel; step < 4 * panel + 4 && step < VALUE_DIM / 16; ++step) {
+            stmatrix_x4(place + OutTile::offset(lane % 16, 2 * (step % 4) + lane / 16), words[step]);
         }
-    } else {
-        sync_warp();
-#pragma unroll 1
-        for (int n = lane; n < 16 * VALUE_DIM / 8; n += WARP) {
-            const int r = n % 16, chunk = n / 16;
-            if (first_row + r < work.end_row && 8 * chunk < args.value_dim) {
-                store_global(row_of(args, args.out, args.out_strides, work, first_row + r) + 16 * chunk,
-                             load_shared<Vector16>(staging + OutTile::offset(r, chunk)));
+        if (args.out_boxes) {
+            fence_proxy_async();
+            sync_warp();
+            if (lane == 0) {
+                const Corner corner{64 * panel, work.head, query_of(first_row, args.pack), work.batch0, work.batch1};
+                if (first_row < work.end_row) cp_async_bulk_tensor_store(args.out_map, place, corner);
+                cp_async_bulk_commit_group();  // of nothing, too, so that a place's group is always as long ago
             }
+        } else {
+            sync_warp();
+#pragma unroll 1
+            for (int n = lane; n < 16 * 8; n += WARP) {
+                const int r = n % 16, chunk = n / 16, column = 64 * panel + 8 * chunk;
+                if (first_row + r < work.end_row && column < args.value_dim) {
+                    store_global(row_of(args, args.out, args.out_strides, work, first_row + r) + 2 * column,
+                                 load_shared<Vector16>(place + OutTile::offset(r, chunk)));
+                }
+            }
+            sync_warp();
         }
     }
 }
@@ -495,7 +499,7 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
     const Scaled score{args.scale_log2};
     const bool leader = lane_index() == 0;  // arrives for its warp
     const uint32 query_shared = shared + consumer * QueryTile::BYTES;
-    const uint32 staging = shared + OUT_START + (warp_index() - 4) * OutTile::BYTES;  // the producer's warps come first
+    const uint32 staging = shared + OUT_START + (warp_index() - 4) * STAGING_BYTES;  // the producer's warps come first
     Turn key{0, 0}, value{0, 0};
     uint32 query_parity = 0;
     int slot = SLOTS - 1;
