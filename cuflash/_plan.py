@@ -156,9 +156,10 @@ def variants(limits):
     }
     if not_hopper(limits) is None:
         found |= {
-            hopper_variant(dtype, mask, *dims): None
+            hopper_variant(dtype, mask, *dims, keys): None
             for dtype in ("float16", "bfloat16")
             for mask in masks
+            for keys in (0, LONG)
             for dims in HOPPER_TILES
         }
     return tuple(found)
@@ -168,7 +169,7 @@ def variants(limits):
 # registers, panels of 64 columns by which out leaves through shared memory of its own (0: from registers), steps of
 # exponentials that run beside a product.
 HOPPER_TILES = {
-    (64, 64): (256, 64, 0, 1, 0),  # 192 rows by 112 keys: 0.85 of it at 1k, 1.02 at 16k; 2 steps beside: 0.95
+    (64, 64): (256, 64, 0, 1, 0),  # 2 steps beside: 0.95
     (96, 96): (128, 128, 1, 2, 2),
     (128, 128): (128, 128, 1, 2, 2),  # no step beside: 0.93; 3: 0.97; tile_k 112: 0.93; 144: 0.95
     (192, 128): (128, 96, 0, 2, 0),
@@ -176,16 +177,20 @@ HOPPER_TILES = {
     (256, 256): (128, 64, 0, 2, 2),  # tile_k 80: 0.97 causal, the same without a mask; no step beside: 0.99
 }
 
+LONG = 12288  # keys from which the tiles of this table are taken
+HOPPER_LONG_TILES = {(64, 64): (192, 112, 0, 1, 0)}  # 1.02 of the others at 16k, 0.99 at 8k, 0.95 at 4k
+
 
 def hopper_dims(head_dim, value_dim):
     """Head dims as the sm90 engine compiles them."""
     return next(dims for dims in HOPPER_TILES if head_dim <= dims[0] and value_dim <= dims[1])
 
 
-def hopper_variant(dtype, mask, head_dim, value_dim):
-    """The sm90 engine's forward kernel for head dims as given."""
+def hopper_variant(dtype, mask, head_dim, value_dim, keys=0):
+    """The sm90 engine's forward kernel for head dims as given and so many keys."""
     dims = hopper_dims(head_dim, value_dim)
-    tile_q, tile_k, query_registers, out_staged, early = HOPPER_TILES[dims]
+    tiles = HOPPER_TILES | HOPPER_LONG_TILES if keys >= LONG else HOPPER_TILES
+    tile_q, tile_k, query_registers, out_staged, early = tiles[dims]
     consumers, (query_panels, value_panels) = tile_q // 64, (-(-dim // 64) for dim in dims)
     shared = 128 * tile_q * (query_panels + out_staged)  # rows of 128 bytes
     shared += 2 * 128 * tile_k * (query_panels + value_panels)
@@ -315,7 +320,7 @@ def _portable_forward(problem, limits, reason):
 
 
 def _hopper_forward(problem, limits, reason):
-    variant = hopper_variant(problem.dtype, problem.mask.name, problem.head_dim, problem.value_dim)
+    variant = hopper_variant(problem.dtype, problem.mask.name, problem.head_dim, problem.value_dim, problem.keys)
     consumers = variant.tile_q // 64
     pack = _pack(problem, lambda pack: consumers * _whole_rows(pack), most=64)
     args, _, maps, copies, buffers = _forward(problem, pack, consumers * _whole_rows(pack), 16, key_box=variant.tile_k)
