@@ -49,6 +49,19 @@ def load(variant, device):
     return kernel
 
 
+def cooperative(kernel):
+    """A kernel whose launches have all their blocks on the device at once, called as itself.
+
+    CuPy makes such launches of modules with relocatable code alone, which these need not be: nothing here asks the
+    device's library for a barrier of the grid. The function below the kernel takes the wish with the call.
+    """
+
+    def launch(grid, threads, args, *, shared_mem):
+        kernel.kernel(grid, threads, args, shared_mem, None, True)
+
+    return launch
+
+
 def check(variant, arch):
     """Compile for an architecture such as 80 or 90 and return the compiler's whole log, registers and spills included.
 

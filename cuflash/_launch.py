@@ -31,22 +31,12 @@ _lock = threading.Lock()
 
 def forward(q, k, v, scale, causal, window, return_lse, out, engine):
     """Run ``forward``: by a prepared call where one of its kind has been made before."""
-    key = call = None
-    kind = getattr(sys.modules.get("cupy"), "ndarray", ())  # who holds a CuPy array has imported CuPy
-    if all(isinstance(x, kind) for x in ((q, k, v) if out is None else (q, k, v, out))):
-        try:
-            key = (
-                *(_key(q), _key(k), _key(v), None if out is None else _key(out)),
-                *(scale, type(scale), causal, type(causal), return_lse, engine),
-                (*window, *map(type, window)) if isinstance(window, tuple) else window,
-            )
-            call = _calls.get(key)
-        except TypeError:  # a keyword that cannot be hashed: validation says what is wrong, or makes it a number
-            key = None
-        if call is not None:
-            if out is not None:
-                _problem.check_overlap("forward", "out", out, {"q": q, "k": k, "v": v})
-            return call(q, k, v, out)
+    given = (q, k, v) if out is None else (q, k, v, out)
+    key, call = _prepared(given, ("forward", return_lse), scale, causal, window, engine)
+    if call is not None:
+        if out is not None:
+            _problem.check_overlap("forward", "out", out, {"q": q, "k": k, "v": v})
+        return call(q, k, v, out)
     q, k, v = (_problem.adopt("forward", name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     out = out if out is None else _problem.adopt("forward", "out", out)
     problem = _problem.forward(
@@ -55,12 +45,62 @@ def forward(q, k, v, scale, causal, window, return_lse, out, engine):
     plan = make_plan(problem)
     call = (_NumpyForward if plan.engine == "numpy" else _GpuForward)(problem, plan)
     result = call(q, k, v, out)
-    if key is not None:
-        with _lock:
-            if len(_calls) >= MOST_CALLS:
-                del _calls[next(iter(_calls))]
-            _calls[key] = call
+    _keep(key, call)
     return result
+
+
+def backward(dout, q, k, v, out, lse, scale, causal, window, dlse, grads, engine):
+    """Run ``backward``: by a prepared call where one of its kind has been made before."""
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    arrays |= {} if dlse is None else {"dlse": dlse}
+    results = {}
+    if isinstance(grads, (tuple, list)) and len(grads) == 3:
+        results = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    given = (*arrays.values(), *results.values())
+    key, call = _prepared(given, ("backward",), scale, causal, window, engine)
+    if call is not None and (grads is None or results):
+        others = dict(arrays)
+        for name, grad in results.items():
+            _problem.check_overlap("backward", name, grad, others)
+            others[name] = grad
+        return call(arrays, tuple(results.values()))
+    arrays, results = (
+        {name: _problem.adopt("backward", name, x) for name, x in each.items()} for each in (arrays, results)
+    )
+    problem = _problem.backward(
+        **({"dlse": None} | arrays), scale=scale, causal=causal, window=window, engine=engine,
+        grads=tuple(results.values()) or grads,
+    )  # fmt: skip
+    plan = make_plan(problem)
+    call = (_NumpyBackward if plan.engine == "numpy" else _GpuBackward)(problem, plan)
+    grads = call(arrays, tuple(results.values()))
+    _keep(key, call)
+    return grads
+
+
+def _prepared(arrays, kind, scale, causal, window, engine):
+    """The key of a call that may be prepared, None of another; and the prepared call, where there is one."""
+    cupys = getattr(sys.modules.get("cupy"), "ndarray", ())  # who holds a CuPy array has imported CuPy
+    if not all(isinstance(x, cupys) for x in arrays):
+        return None, None
+    try:
+        key = (
+            *map(_key, arrays), *kind, scale, type(scale), causal, type(causal), engine,
+            (*window, *map(type, window)) if isinstance(window, tuple) else window,
+        )  # fmt: skip
+        return key, _calls.get(key)
+    except TypeError:  # a keyword that cannot be hashed: validation says what is wrong, or makes it a number
+        return None, None
+
+
+def _keep(key, call):
+    """Keep a prepared call for the next of its kind; where there are many, in the place of the oldest."""
+    if key is None:
+        return
+    with _lock:
+        if len(_calls) >= MOST_CALLS:
+            del _calls[next(iter(_calls))]
+        _calls[key] = call
 
 
 def make_plan(problem):
@@ -83,7 +123,7 @@ def explain(function, arrays, keywords):
         raise ValueError(f"explain: {function} takes the arrays {', '.join(wanted)}; got {len(arrays)}")
     arrays = [_problem.adopt(function, name, x) for name, x in zip(wanted, arrays, strict=True)]
     problem = getattr(_problem, function)(*arrays, **(defaults | keywords))
-    if function != "forward":
+    if function == "decode":
         _on_the_cpu(function, problem)
     return make_plan(problem)
 
@@ -118,7 +158,7 @@ class _Allocation:
     def __init__(self, buffer):
         order = (*buffer.order, len(buffer.shape) - 1)
         self.shape = tuple(buffer.shape[axis] for axis in order)
-        self.dtype = ELEMENTS[buffer.dtype].dtype
+        self.dtype = ELEMENTS[buffer.dtype].dtype if buffer.dtype in ELEMENTS else np.dtype(buffer.dtype)
         self.axes = None if order == tuple(range(len(order))) else tuple(np.argsort(order).tolist())
 
     def __call__(self, empty):
@@ -149,6 +189,35 @@ class _NumpyForward:
         return (out, _visible(lse, problem)) if problem.return_lse else out
 
 
+class _NumpyBackward:
+    """A call of the CPU engine."""
+
+    def __init__(self, problem, plan):
+        self.problem = problem
+
+    def __call__(self, arrays, grads):
+        problem = self.problem
+        wide = {name: x if problem.head_axis else x[None] for name, x in arrays.items()}
+        inputs = [arrays[name] for name in ("q", "k", "v")]
+        grads = grads or tuple(_like(x) for x in inputs)
+        axes = len(problem.batch) + 3
+        _numpy.backward(
+            problem,
+            wide["dout"],
+            *(_problem.canonical(x, problem.batch) for x in inputs),
+            *(wide.get(name) for name in ("out", "lse", "dlse")),
+            *(grad[(None,) * (axes - grad.ndim)] for grad in grads),
+        )
+        return grads
+
+
+def _like(array):
+    """A new array of the shape, dtype and order of axes of another."""
+    shape = array.shape
+    order = _problem.Operand(shape, array.strides, True).order
+    return _Allocation(_plan.Buffer("", shape, array.dtype.name, order))(np.empty)
+
+
 class _CuPy:
     """What a prepared call takes from CuPy. The emulator of the kernels has the like for arrays on the host."""
 
@@ -159,9 +228,14 @@ class _CuPy:
         self.current_device, self.with_device = cupy.cuda.runtime.getDevice, cupy.cuda.Device
         self.current_stream = cupy.cuda.get_current_stream
 
-    def load(self, variant, device):
-        """The kernel, called as ``kernel(grid, threads, (args,), shared_mem=bytes)``."""
-        return _compile.load(variant, device)
+    def load(self, step, device):
+        """The kernel of a step, called as ``kernel(grid, threads, (args,), shared_mem=bytes)``."""
+        kernel = _compile.load(step.variant, device)
+        return _compile.cooperative(kernel) if step.cooperative else kernel
+
+    def clear(self, array):
+        """Fill a contiguous array with zero bytes."""
+        array.data.memset_async(0, array.nbytes, self.current_stream())
 
     def is_capturing(self):
         """Whether launches go into a graph, to run again later."""
@@ -197,21 +271,28 @@ class _CuPy:
     tensor_map = staticmethod(tensor_map)
 
 
-class _GpuForward:
-    """A prepared call of ``forward`` on a GPU: kernels loaded, arguments packed but for the pointers."""
+class _Gpu:
+    """A prepared call on a GPU: kernels loaded, arguments packed but for the pointers.
 
-    def __init__(self, problem, plan, backend=None):
+    Parameters
+    ----------
+    problem, plan : Problem, Plan
+        What to compute and how.
+    pointers : str
+        Names of the pointers, as a kernel's struct of arguments begins; those that tensor maps see come first.
+    backend : optional
+        What takes CuPy's place.
+    """
+
+    def __init__(self, problem, plan, pointers, backend=None):
         self.backend = backend or _CuPy()
-        self.problem, self.device, self.return_lse = problem, problem.device, problem.return_lse
+        self.problem, self.device = problem, problem.device
         self.current_device, self.with_device = self.backend.current_device, self.backend.with_device
         self.empty = self.backend.empty
         self.itemsize = ELEMENTS[problem.dtype].itemsize
         self.copies = {copy.name: copy for copy in plan.copies}
-        self.out, self.lse = map(_Allocation, plan.buffers[:2])
-        self.ticket = any(buffer.zeroed for buffer in plan.buffers)
-        if self.ticket:
-            self.backend.ticket(self.device)  # so that there are some
-        self.pointers = struct.Struct("6Q" if self.ticket else "5Q")  # q, k, v, out, lse, ticket
+        self.names = pointers.split()
+        self.pointers = struct.Struct(f"{len(self.names)}Q")
         self.steps = [self._pack(step) for step in plan.steps]
 
     def _pack(self, step):
@@ -220,45 +301,79 @@ class _GpuForward:
         for name, value in step.args.items():
             args[name] = value
         rest = args.tobytes()[self.pointers.size :]
-        kernel = self.backend.load(step.variant, self.device)
+        kernel = self.backend.load(step, self.device)
         return kernel, (step.grid,), (step.threads,), step.shared_bytes, rest, step, {}
+
+    def _launch(self, pointers):
+        """Run the steps in order."""
+        packed = self.pointers.pack(*pointers)
+        for kernel, grid, threads, shared_bytes, rest, step, kept in self.steps:
+            if step.tensor_maps:
+                rest = self._with_maps(rest, step, kept, pointers)
+            kernel(grid, threads, (np.void(packed + rest),), shared_mem=shared_bytes)
 
     def _with_maps(self, rest, step, kept, pointers):
         """The arguments after the pointers with the tensor maps of these operands in their places."""
-        maps = kept.get(pointers)
+        pointers = dict(zip(self.names, pointers, strict=True))
+        key = tuple(pointers[tensor.operand] for tensor in step.tensor_maps.values())
+        maps = kept.get(key)
         if maps is None:
             if len(kept) >= MOST_MAPS:
                 kept.clear()
             packed = bytearray(self.pointers.size) + rest
-            for field, tensor in step.tensor_maps.items():
+            for (field, tensor), pointer in zip(step.tensor_maps.items(), key, strict=True):
                 start = step.variant.args.fields[field][1]
-                pointer = pointers[("q", "k", "v", "out").index(tensor.operand)]
                 encoded = self.backend.tensor_map(pointer, self.itemsize, tensor.dims, tensor.strides, tensor.box)
                 packed[start : start + len(encoded)] = encoded
-            maps = kept[pointers] = bytes(packed[self.pointers.size :])
+            maps = kept[key] = bytes(packed[self.pointers.size :])
         return maps
 
-    def __call__(self, q, k, v, out):
+    def __call__(self, *arrays):
         if self.current_device() == self.device:
-            return self._run(q, k, v, out)
+            return self._run(*arrays)
         with self.with_device(self.device):
-            return self._run(q, k, v, out)
+            return self._run(*arrays)
+
+    def _rows(self, copy):
+        dtype = ELEMENTS[copy.dtype].dtype
+        return self.empty((*copy.shape[:-1], copy.pitch // dtype.itemsize), dtype)
+
+    def _copied(self, copy, view):
+        """A fresh addressable array with the contents of an input, seen along the canonical axes."""
+        rows = self._rows(copy)
+        view = view[tuple(slice(0, length) for length in copy.shape)]
+        if copy.factor == 1.0:
+            rows[..., : copy.shape[-1]] = view
+        else:
+            self.backend.multiply(view, copy.factor, out=rows[..., : copy.shape[-1]], dtype=rows.dtype)
+        return rows
+
+
+class _GpuForward(_Gpu):
+    """A prepared call of ``forward`` on a GPU."""
+
+    def __init__(self, problem, plan, backend=None):
+        self.ticket = any(buffer.zeroed for buffer in plan.buffers)
+        super().__init__(problem, plan, "q k v out lse ticket" if self.ticket else "q k v out lse", backend)
+        self.return_lse = problem.return_lse
+        self.out, self.lse = map(_Allocation, plan.buffers[:2])
+        if self.ticket:
+            self.backend.ticket(self.device)  # so that there are some
 
     def _run(self, q, k, v, out):
         copies = self.copies
         if copies:
-            q, k, v = (self._copied(copies[n], x) if n in copies else x for n, x in (("q", q), ("k", k), ("v", v)))
+            q, k, v = (
+                self._copied(copies[name], _problem.canonical(x, self.problem.batch)) if name in copies else x
+                for name, x in (("q", q), ("k", k), ("v", v))
+            )
         result = self.out(self.empty) if out is None else out
         lse = self.lse(self.empty) if self.return_lse else None
         written = self._rows(copies["out"]) if "out" in copies else result
         pointers = [0 if x is None else x.data.ptr for x in (q, k, v, written, lse)]
         if self.ticket:
             pointers.append(self.backend.ticket(self.device))
-        packed = self.pointers.pack(*pointers)
-        for kernel, grid, threads, shared_bytes, rest, step, kept in self.steps:
-            if step.tensor_maps:
-                rest = self._with_maps(rest, step, kept, tuple(pointers[:4]))
-            kernel(grid, threads, (np.void(packed + rest),), shared_mem=shared_bytes)
+        self._launch(pointers)
         if written is not result:
             target = result if out is None else _problem.canonical(out, self.problem.batch)
             target[...] = written[..., : target.shape[-1]]
@@ -267,20 +382,59 @@ class _GpuForward:
         out = _visible(result, self.problem) if out is None else out
         return (out, _visible(lse, self.problem)) if self.return_lse else out
 
-    def _rows(self, copy):
-        dtype = ELEMENTS[self.problem.dtype].dtype
-        return self.empty((*copy.shape[:-1], copy.pitch // dtype.itemsize), dtype)
 
-    def _copied(self, copy, array):
-        """A fresh addressable array with the contents of an input."""
-        rows = self._rows(copy)
-        view = _problem.canonical(array, self.problem.batch)
-        view = view[tuple(slice(0, length) for length in copy.shape)]
-        if copy.factor == 1.0:
-            rows[..., : copy.shape[-1]] = view
-        else:
-            self.backend.multiply(view, copy.factor, out=rows[..., : copy.shape[-1]], dtype=rows.dtype)
-        return rows
+class _GpuBackward(_Gpu):
+    """A prepared call of ``backward`` on a GPU."""
+
+    def __init__(self, problem, plan, backend=None):
+        pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
+        super().__init__(problem, plan, pointers, backend)
+        self.grads = [_Allocation(buffer) for buffer in plan.buffers[:3]]
+        self.buffers = {buffer.name: (_Allocation(buffer), buffer.cleared) for buffer in plan.buffers[3:]}
+
+    def _run(self, arrays, grads):
+        canonical = {"q": arrays["q"], "k": arrays["k"], "v": arrays["v"]}
+        if not grads:
+            made = [allocation(self.empty) for allocation in self.grads]
+            grads = tuple(x[(0,) * (x.ndim - arrays[like].ndim)] for x, like in zip(made, canonical, strict=True))
+        results = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        if not self.steps:
+            for grad in grads:
+                grad[...] = 0
+            return grads
+        held = arrays | results
+        for name, copy in self.copies.items():
+            held[name] = self._rows(copy) if name in results else self._copied(copy, self._view(name, arrays[name]))
+        for name, (allocation, cleared) in self.buffers.items():
+            held[name] = allocation(self.empty)
+            if cleared:
+                self.backend.clear(held[name])
+        self._launch([held[name].data.ptr if name in held else 0 for name in self.names])
+        for name, grad in results.items():
+            if name in self.copies:
+                copy = self.copies[name]
+                leading = grad[(None,) * (len(copy.shape) - grad.ndim)]
+                leading[...] = _summed(held[name][..., : copy.shape[-1]], copy.summed)
+        if self.backend.is_capturing():
+            _kept.append([x for name, x in held.items() if name in self.copies or name in self.buffers])
+        return grads
+
+    def _view(self, name, array):
+        """An input along the canonical axes."""
+        if name in ("lse", "dlse"):
+            return array if self.problem.head_axis else array[None]
+        return _problem.canonical(array, self.problem.batch)
+
+
+def _summed(array, axes):
+    """An array summed along some axes, which keep length 1. The order depends on lengths alone; the array is used up."""
+    for axis in axes:
+        before = (slice(None),) * axis
+        while (length := array.shape[axis]) > 1:  # halves are added until one is left
+            half = length // 2
+            array[(*before, slice(0, half))] += array[(*before, slice(length - half, length))]
+            array = array[(*before, slice(0, length - half))]
+    return array
 
 
 # The functions that run on the CPU engine alone -------------------------------------------------------------------
@@ -291,48 +445,6 @@ def _on_the_cpu(function, problem):
         raise NotImplementedError(
             f"{function}: has no GPU kernel yet; wanted NumPy arrays, such as those of cupy.asnumpy"
         )
-
-
-def backward(dout, q, k, v, out, lse, scale, causal, window, dlse, grads, engine):
-    """Run ``backward``."""
-    named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    dout, q, k, v, out, lse = (_problem.adopt("backward", name, x) for name, x in named.items())
-    dlse = dlse if dlse is None else _problem.adopt("backward", "dlse", dlse)
-    if isinstance(grads, (tuple, list)) and len(grads) == 3:
-        names = ("dq", "dk", "dv")
-        grads = [_problem.adopt("backward", name, x) for name, x in zip(names, grads, strict=True)]
-    problem = _problem.backward(
-        dout, q, k, v, out, lse, scale=scale, causal=causal, window=window, dlse=dlse, grads=grads, engine=engine
-    )
-    _on_the_cpu("backward", problem)
-    if grads is None:
-        grads = tuple(_like(x) for x in (q, k, v))
-    wide = lambda x: None if x is None else _with_heads(x, problem)  # noqa: E731
-    _numpy.backward(
-        problem,
-        wide(dout),
-        *(_problem.canonical(x, problem.batch) for x in (q, k, v)),
-        *(wide(x) for x in (out, lse, dlse)),
-        *(_leading(x, problem) for x in grads),
-    )
-    return tuple(grads)
-
-
-def _with_heads(array, problem):
-    return array if problem.head_axis else array[None]
-
-
-def _like(array):
-    """A new array of the shape, dtype and order of axes of another."""
-    shape = array.shape
-    order = _problem.Operand(shape, array.strides, True).order
-    return _Allocation(_plan.Buffer("", shape, array.dtype.name, order))(np.empty)
-
-
-def _leading(array, problem):
-    """A gradient along the canonical axes, those that broadcasting stretched of length 1."""
-    missing = len(problem.batch) + 3 - array.ndim
-    return array[(None,) * missing]
 
 
 def decode(q, k_cache, v_cache, lengths, page_table, scale, causal, window, return_lse, out, engine):

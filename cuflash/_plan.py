@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from . import _layout
 from ._dtypes import ELEMENTS
-from ._problem import LARGEST_AXIS, LONGEST, Operand
-from ._variant import Variant
+from ._layout import Use, contiguous
+from ._problem import LONGEST, Operand
+from ._variant import Variant, folder
 
 LOG2_E = 1.4426950408889634
 LARGEST_GRID = 2**31 - 1
 MOST_TILES = 2**30  # that a ticket counts
+FIRST_COUNTER = 32  # of backward's turns; the ticket and a flag come before, in a line of the cache of their own
 CACHED_BYTES = 2**25  # of keys and values that blocks running together may share: the L2 cache has 40 MB and more
 
 
@@ -44,17 +47,6 @@ KNOWN = {
 
 
 @dataclass(frozen=True)
-class Copy:
-    """An input to be made addressable: a fresh array of this shape whose rows begin every ``pitch`` bytes, holding
-    ``factor`` times the input. For ``out``: where the kernel writes, to be copied to the caller's array after it."""
-
-    name: str
-    shape: tuple
-    pitch: int
-    factor: float = 1.0
-
-
-@dataclass(frozen=True)
 class Buffer:
     """An array to allocate, along the canonical axes, contiguous in the given order of axes."""
 
@@ -63,16 +55,7 @@ class Buffer:
     dtype: str
     order: tuple
     zeroed: bool = False  # holds zeros when a launch begins, and again when it ends
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """A field of a step's arguments: how tensor copies see an operand. Axes innermost first, strides in bytes."""
-
-    operand: str
-    dims: tuple
-    strides: tuple  # of all axes but the first
-    box: tuple
+    cleared: bool = False  # filled with zeros before the first launch
 
 
 @dataclass(frozen=True)
@@ -85,6 +68,7 @@ class Step:
     shared_bytes: int
     args: dict = field(hash=False)  # fields of the kernel's struct but the pointers
     tensor_maps: dict = field(default_factory=dict, hash=False)  # by field of the struct
+    cooperative: bool = False  # all blocks are on the device at once: they wait for one another
 
 
 @dataclass(frozen=True)
@@ -141,8 +125,8 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits):
             tile_k //= 2
         elif limits.capability < (9, 0) and mask == "window":
             tile_k = min(tile_k, 32)
-    else:
-        kernel, tile_q, tile_k, warps, blocks, stages = "forward_fma", 16, 16, 4, 1, 1
+    else:  # one kernel for all masks, written for the most general: nothing here is fast
+        kernel, mask, tile_q, tile_k, warps, blocks, stages = "forward_fma", "window", 16, 16, 4, 1, 1
     shared = _shared_bytes(kernel, dtype, head_dim, value_dim, tile_q, tile_k, warps, stages)
     return Variant(kernel, dtype, mask, head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared)
 
@@ -154,14 +138,16 @@ def variants(limits):
     found = {
         forward_variant(dtype, mask, *pair, limits): None for dtype in ELEMENTS for mask in masks for pair in pairs
     }
-    if not_hopper(limits) is None:
-        found |= {
-            hopper_variant(dtype, mask, *dims, keys): None
-            for dtype in ("float16", "bfloat16")
-            for mask in masks
-            for keys in (0, LONG)
-            for dims in HOPPER_TILES
-        }
+    for dtype in ("float16", "bfloat16"):
+        found |= {backward_variant(dtype, *pair): None for pair in pairs}
+        found |= {rows_variant(dtype): None, finish_variant(dtype): None}
+        if not_hopper(limits) is None:
+            found |= {
+                hopper_variant(dtype, mask, *dims, keys): None
+                for mask in masks for keys in (0, LONG) for dims in HOPPER_TILES
+            }  # fmt: skip
+            if HOPPER_BACKWARD:
+                found |= {hopper_backward_variant(dtype, dim): None for dim in HOPPER_BACKWARD_TILES}
     return tuple(found)
 
 
@@ -201,82 +187,29 @@ def hopper_variant(dtype, mask, head_dim, value_dim, keys=0):
     )  # fmt: skip
 
 
-# Layout ---------------------------------------------------------------------------------------------------------
-
-
-def contiguous(shape, order, itemsize, pitch=None):
-    """Strides in bytes of an array contiguous in ``order``, its rows ``pitch`` bytes apart."""
-    strides = [itemsize] * len(shape)
-    step = pitch or shape[-1] * itemsize
-    for axis in reversed(order):
-        strides[axis] = step
-        step *= max(shape[axis], 1)
-    return tuple(strides)
-
-
-def _dense(operand, shape, itemsize):
-    """The operand as a C-ordered copy of ``shape`` whose rows are whole 16-byte chunks."""
-    pitch = -(-operand.shape[-1] * itemsize // 16) * 16
-    strides = contiguous(shape, range(len(shape) - 1), itemsize, pitch)
-    still = (length != full for length, full in zip(shape, operand.shape, strict=True))
-    strides = tuple(0 if s else stride for s, stride in zip(still, strides, strict=True))
-    return Operand(operand.shape, strides, True), pitch
-
-
-def _addressable(operand, itemsize, chunk):
-    """Whether a kernel can read the operand where it lies: contiguous rows that begin at multiples of ``chunk``."""
-    if 0 in operand.shape:  # nothing will be read
-        return True
-    *lengths, dim = operand.shape
-    *strides, last = operand.strides
-    chunk = max(chunk, itemsize)
-    rows = all(length <= 1 or stride % chunk == 0 for length, stride in zip(lengths, strides, strict=True))
-    return rows and (dim <= 1 or last == itemsize) and (operand.aligned or chunk <= itemsize)
-
-
-def _in_chunks(operand, itemsize):
-    """Whether rows can be written 16 bytes at a time."""
-    return operand.shape[-1] * itemsize % 16 == 0 and _addressable(operand, itemsize, 16)
-
-
-def _is_tensor(operand):
-    """Whether a tensor map can hold an operand: strides that are not negative, and rows of their own."""
-    *axes, row, _ = zip(operand.shape, operand.strides, strict=True)
-    largest = 2**40
-    return all(n <= 1 or 0 <= s < largest for n, s in axes) and (row[0] <= 1 or 0 < row[1] < largest)
-
-
-def _merged(batch, operands):
-    """Leading axes merged where every operand allows it: lengths, and strides by operand, outermost first."""
-    lengths, strides = [], []
-    for axis in reversed(range(len(batch))):
-        if batch[axis] == 1:
-            continue
-        here = [operand.strides[axis] for operand in operands]
-        fits = lengths and lengths[0] * batch[axis] <= LARGEST_AXIS
-        if fits and all(s == inner * lengths[0] for s, inner in zip(here, strides[0], strict=True)):
-            lengths[0] *= batch[axis]
-        else:
-            lengths.insert(0, batch[axis])
-            strides.insert(0, here)
-    return lengths, strides
-
-
-# Forward --------------------------------------------------------------------------------------------------------
+# Engines --------------------------------------------------------------------------------------------------------
 
 
 def plan(problem, limits):
     """Choose engine, variant, copies and launches for a problem. ``limits`` is None where there is no GPU."""
     if problem.library == "numpy":
         return Plan("numpy", "the arrays are NumPy's")
+    if problem.function == "backward" and problem.dtype not in ("float16", "bfloat16"):
+        raise NotImplementedError(
+            f"backward: has no GPU kernel for {problem.dtype} yet; wanted float16 or bfloat16, or NumPy arrays"
+        )
+    portable, hopper = {
+        "forward": (_portable_forward, _hopper_forward),
+        "backward": (_portable_backward, _hopper_backward),
+    }[problem.function]
     obstacle = not_hopper(limits) or _not_for_hopper(problem)
     if problem.engine == "sm90" and obstacle:
-        raise ValueError(f"forward: engine is 'sm90', but {obstacle}; wanted 'portable' or None")
+        raise ValueError(f"{problem.function}: engine is 'sm90', but {obstacle}; wanted 'portable' or None")
     if problem.engine == "portable":
-        return _portable_forward(problem, limits, "asked for")
+        return portable(problem, limits, "asked for")
     if obstacle:
-        return _portable_forward(problem, limits, f"the engine of every GPU since sm_80, here {limits}; {obstacle}")
-    return _hopper_forward(problem, limits, "asked for" if problem.engine else f"Hopper's own, here {limits}")
+        return portable(problem, limits, f"the engine of every GPU since sm_80, here {limits}; {obstacle}")
+    return hopper(problem, limits, "asked for" if problem.engine else f"Hopper's own, here {limits}")
 
 
 def not_hopper(limits):
@@ -294,9 +227,49 @@ def _not_for_hopper(problem):
         return f"wgmma has no {problem.dtype}"
     if 0 in (problem.keys, problem.value_dim):
         return "a tensor map has no empty axis"
+    if problem.function == "backward":
+        return None if HOPPER_BACKWARD else "its backward is not here yet"
     if problem.queries * problem.heads * math.prod(problem.batch) > MOST_TILES:
         return "a ticket counts no more than 2^30 tiles"
     return None
+
+
+# Tiles of backward, by the larger of the padded head dims: tile_q, tile_k, warps.
+BACKWARD_TILES = {64: (128, 128, 8), 128: (64, 128, 8), 256: (64, 64, 8)}
+HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12), 256: (64, 64, 12)}
+HOPPER_BACKWARD = (folder() / "backward_sm90.cu").is_file()
+
+
+def _tile_dim(*dims):
+    """The head dim whose tiles serve dims as given."""
+    return next(dim for dim in BACKWARD_TILES if max(dims) <= dim)
+
+
+def backward_variant(dtype, head_dim, value_dim):
+    """The portable engine's main kernel of backward for padded head dims."""
+    tile_q, tile_k, warps = BACKWARD_TILES[_tile_dim(head_dim, value_dim)]
+    shared = 0
+    return Variant("backward", dtype, "window", head_dim, value_dim, tile_q, tile_k, warps, 1, 1, shared)
+
+
+def hopper_backward_variant(dtype, dim):
+    """The sm90 engine's main kernel of backward for a padded head dim, of v too."""
+    tile_q, tile_k, warps = HOPPER_BACKWARD_TILES[dim]
+    shared = 0
+    return Variant("backward_sm90", dtype, "window", dim, dim, tile_q, tile_k, warps, 1, 2, shared)
+
+
+def rows_variant(dtype):
+    """The kernel of backward that goes before: eight threads a row, 64 rows a block."""
+    return Variant("backward_rows", dtype, "window", 256, 256, 64, 64, 8, 4, 1, 0)
+
+
+def finish_variant(dtype):
+    """The kernel of backward that goes behind: 64 rows of dq a block, padded by 16 bytes; a flag for each."""
+    return Variant("backward_finish", dtype, "window", 256, 256, 64, 64, 8, 2, 1, 64 * (4 * 256 + 16) + 256)
+
+
+# Forward --------------------------------------------------------------------------------------------------------
 
 
 def _portable_forward(problem, limits, reason):
@@ -305,7 +278,7 @@ def _portable_forward(problem, limits, reason):
     chunk = 16 if variant.kernel == "forward" else 1
     args, operands, _, copies, buffers = _forward(problem, pack, variant.tile_q, chunk)
     blocks = args["schedule"][0] * args["schedule"][2]
-    args["out_vectors"] = int(_in_chunks(operands["out"], ELEMENTS[problem.dtype].itemsize))
+    args["out_vectors"] = int(_layout.in_chunks(operands["out"], ELEMENTS[problem.dtype].itemsize))
     steps = tuple(
         Step(
             variant,
@@ -339,14 +312,19 @@ def _forward(problem, pack, tile_q, chunk, key_box=None):
     out_shape = (*problem.batch, problem.heads, problem.queries, problem.value_dim)
     order = problem.q.order
     out = problem.out or Operand(out_shape, contiguous(out_shape, order, element.itemsize), True)
-    operands, copies, lengths, strides = _layout(problem, out, factor, chunk, tensors=key_box is not None)
+    tensors = key_box is not None
+    operands, copies, lengths, where = _layout.lay_out(
+        problem.batch,
+        {
+            "q": Use(problem.q, problem.dtype, chunk, tensor=tensors, factor=factor),
+            "k": Use(problem.k, problem.dtype, chunk, tensor=tensors),
+            "v": Use(problem.v, problem.dtype, chunk, tensor=tensors),
+            "out": Use(out, problem.dtype, 16 if tensors else 1, written=True),  # in chunks, or element by element
+        },
+    )
     tiles = -(-problem.queries * pack // tile_q)
     head_blocks = problem.heads // pack
     heads = head_blocks * math.prod(problem.batch)
-    where = {
-        name: (*(axis[n] for axis in strides), *operand.strides[-3:-1])
-        for n, (name, operand) in enumerate(operands.items())
-    }
     args = {
         **{f"{name}_strides": places for name, places in where.items()},
         "schedule": (tiles, _section(problem, pack, heads, tiles), heads),
@@ -359,8 +337,7 @@ def _forward(problem, pack, tile_q, chunk, key_box=None):
         "value_dim": problem.value_dim,
         "head_blocks": head_blocks,
         "batches1": lengths[1],
-        "first_shift": problem.mask.first_shift,
-        "end_shift": problem.mask.end_shift,
+        **_shifts(problem),
         "scale_log2": scale * LOG2_E,
     }
     buffers = (
@@ -368,21 +345,20 @@ def _forward(problem, pack, tile_q, chunk, key_box=None):
         Buffer("lse", out_shape[:-1], element.lse.name, tuple(range(len(out_shape) - 2))),
     )
     boxes = {"q": (pack, 64 // pack), "k": (1, key_box), "v": (1, key_box), "out": (pack, 16 // pack)}
-    if 16 % pack or not _is_tensor(operands["out"]):
+    if 16 % pack or not _layout.is_tensor(operands["out"]):
         del boxes["out"]
     maps = key_box and {
-        f"{name}_map": _tensor_map(name, operands[name], lengths, where[name], box) for name, box in boxes.items()
+        f"{name}_map": _layout.tensor_map(name, operands[name], lengths, where[name], box)
+        for name, box in boxes.items()
     }
-    return args, operands, maps, copies, buffers
+    return args, operands, maps, tuple(copies.values()), buffers
 
 
-def _tensor_map(name, operand, lengths, strides, box):
-    """How copies see an operand: columns, heads, rows, and the two merged axes."""
-    *_, heads, rows, dim = operand.shape
-    batch0, batch1, head, row = strides
-    dims = (dim, heads, rows, *lengths)
-    live = zip(dims[1:], (head, row, batch0, batch1), strict=True)
-    return TensorMap(name, dims, tuple(stride if length > 1 else 16 for length, stride in live), (64, *box, 1, 1))
+def _shifts(problem):
+    """The two shifts of the mask as the most general one, `_masks.Window`, has them; the others ignore what they lack."""
+    full = {"full": (-problem.queries, problem.keys), "causal": (-problem.queries, problem.mask.end_shift)}
+    shifts = full.get(problem.mask.name, (problem.mask.first_shift, problem.mask.end_shift))
+    return dict(zip(("first_shift", "end_shift"), shifts, strict=True))
 
 
 def _whole_rows(pack):
@@ -396,41 +372,6 @@ def _positive(scale, element):
     if abs(scale) * LOG2_E < float(limits.tiny):  # flushed to 0 there, and 0 times a hidden score's -inf is NaN
         return 1.0, 0.0
     return min(abs(scale), float(limits.max) / 2), math.copysign(1.0, scale)
-
-
-def _layout(problem, out, factor, chunk, tensors):
-    """Operands as the kernel sees them, the copies this takes, lengths and strides of the two merged leading axes.
-
-    Inputs seen as ``tensors`` have rows in rising order, no two of them the same.
-    """
-    itemsize = ELEMENTS[problem.dtype].itemsize
-    given = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
-    factors = {"q": factor}
-    operands, copies = {}, {}
-
-    def copy(name, shape):
-        operands[name], pitch = _dense(given[name], shape, itemsize)
-        copies[name] = Copy(name, shape, pitch, factors.get(name, 1.0))
-
-    for name, operand in given.items():
-        if name == "out":  # written in chunks, or element by element
-            here = _in_chunks(operand, itemsize) if tensors else _addressable(operand, itemsize, itemsize)
-        else:
-            here = _addressable(operand, itemsize, chunk) and (not tensors or _is_tensor(operand))
-        if factors.get(name, 1.0) == 1.0 and here:
-            operands[name] = operand
-        else:
-            axes = list(zip(operand.shape[:-1], operand.strides[:-1], strict=True))
-            keep = len(axes) - 1 if tensors else len(axes)  # axes that may stay of stride 0
-            still = (1 if name != "out" and s == 0 and n < keep else length for n, (length, s) in enumerate(axes))
-            copy(name, operand.shape if 0 in operand.shape else (*still, operand.shape[-1]))
-    lengths, strides = _merged(problem.batch, tuple(operands.values()))
-    if len(lengths) > 2:  # more leading axes than the kernel sees: lay all operands out alike
-        for name, operand in given.items():
-            copy(name, operand.shape)
-        lengths, strides = _merged(problem.batch, tuple(operands.values()))
-    missing = 2 - len(lengths)
-    return operands, tuple(copies.values()), [1] * missing + lengths, [[0] * len(given)] * missing + strides
 
 
 def _section(problem, pack, heads, tiles):
@@ -459,3 +400,118 @@ def _pack(problem, tile_q, most=None):
 def _filled(rows, tile):
     """Share of the tiles' rows that is used."""
     return rows / (-(-rows // tile) * tile)
+
+
+# Backward -------------------------------------------------------------------------------------------------------
+
+
+def _portable_backward(problem, limits, reason):
+    variant = backward_variant(problem.dtype, *_padded(problem.head_dim, problem.value_dim))
+    return _backward(problem, limits, "portable", reason, variant, parts=1)
+
+
+def _hopper_backward(problem, limits, reason):
+    variant = hopper_backward_variant(problem.dtype, _tile_dim(problem.head_dim, problem.value_dim))
+    return _backward(problem, limits, "sm90", reason, variant, parts=2)
+
+
+def _backward(problem, limits, engine, reason, variant, parts):
+    """Three launches: row sums; dk, dv and the sum of dq; dq. See ``kernels/visits.cuh`` for the order of sums."""
+    grads = {"dq": problem.q, "dk": problem.k, "dv": problem.v}
+    results = tuple(_gradient_buffer(problem, name, like) for name, like in grads.items())
+    batches = math.prod(problem.batch)
+    if 0 in (batches, problem.heads, problem.queries, problem.keys):
+        return Plan(engine, reason, (), results)
+
+    operands, copies, lengths, where = _layout.lay_out(problem.batch, _backward_uses(problem, grads, engine))
+    copies |= {
+        name: _layout.Copy(name, x.shape, 4 * x.shape[-1], "float32")
+        for name, x in (("lse", problem.lse), ("dlse", problem.dlse))
+        if x and not _layout.is_contiguous(x, 4)
+    }
+    query_tiles, key_tiles = -(-problem.queries // variant.tile_q), -(-problem.keys // variant.tile_k)
+    heads, items = batches * problem.heads, batches * problem.key_heads * key_tiles
+    counters = FIRST_COUNTER + heads * query_tiles * parts
+    if items >= MOST_TILES or counters >= 2**31:
+        raise ValueError(f"backward: has {items} tiles of keys and {counters} counters; wanted fewer than 2^30 and 2^31")
+    blocks = limits.processors * variant.blocks_per_sm
+    largest = float(np.finfo(np.float32).max) / 2
+    scale = min(max(problem.scale, -largest), largest)
+    padded = query_tiles * variant.tile_q
+    wide = {name: int(bool(like.stretched)) for name, like in grads.items()}
+    boxes = {"q": variant.tile_q, "dout": variant.tile_q, "k": variant.tile_k, "v": variant.tile_k}
+    boxed = not (wide["dk"] or wide["dv"]) and all(_layout.is_tensor(operands[name]) for name in ("dk", "dv"))
+    boxes |= {"dk": 64, "dv": 64} if boxed else {}
+    args = {
+        **{f"{name}_strides": places for name, places in where.items()},
+        "queries": problem.queries,
+        "keys": problem.keys,
+        "heads": problem.heads,
+        "group": problem.group,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "batches1": lengths[1],
+        **_shifts(problem),
+        "query_tiles": query_tiles,
+        "key_tiles": key_tiles,
+        "cyclic": int(problem.mask.name == "full"),
+        "chunk": -(-key_tiles // -(-key_tiles // blocks)),  # chunks of equal length, none longer than the grid
+        "items": items,
+        "tile_q": variant.tile_q,
+        "tile_k": variant.tile_k,
+        "columns": variant.head_dim,
+        "parts": parts,
+        "clear": int(not variant.ordered),
+        **{f"{name}_wide": flag for name, flag in wide.items()},
+        "boxes": int(engine == "sm90" and boxed),
+        "scale": scale,
+        "scale_log2": scale * LOG2_E,
+    }
+    maps = {}
+    if engine == "sm90":
+        maps = {
+            f"{name}_map": _layout.tensor_map(name, operands[name], lengths, where[name], (1, box))
+            for name, box in boxes.items()
+        }
+    buffers = (
+        Buffer("row_lse", (heads, padded), "float32", (0,)),
+        Buffer("row_delta", (heads, padded), "float32", (0,)),
+        Buffer("dq_sum", (heads, padded, variant.head_dim), "float32", (0, 1)),
+        Buffer("turns", (counters,), "int32", (), cleared=True),
+        Buffer("suspects", (items,), "int32", (), cleared=True),
+    )
+
+    def step(variant, grid, shared_bytes, **more):
+        return Step(variant, min(grid, LARGEST_GRID), 32 * variant.warps, shared_bytes, args, **more)
+
+    before, behind = rows_variant(problem.dtype), finish_variant(problem.dtype)
+    row_bytes = variant.head_dim * (4 if wide["dq"] else 2) + 16
+    steps = (
+        step(before, heads * padded // before.tile_q, before.shared_bytes),
+        step(variant, min(items, blocks), variant.shared_bytes, tensor_maps=maps, cooperative=True),
+        step(behind, heads * -(-problem.queries // behind.tile_q) + items, behind.tile_q * row_bytes + 256),
+    )
+    return Plan(engine, reason, tuple(copies.values()), results + buffers, steps)
+
+
+def _gradient_buffer(problem, name, like):
+    """A gradient along the canonical axes, those that broadcasting stretched of length 1, in the order of its input."""
+    shape = tuple(1 if axis in like.stretched else length for axis, length in enumerate(like.shape))
+    return Buffer(name, shape, problem.dtype, like.order)
+
+
+def _backward_uses(problem, grads, engine):
+    """What the kernels of backward do with their operands."""
+    tensors = engine == "sm90"
+    given = {"q": problem.q, "k": problem.k, "v": problem.v, "dout": problem.dout}
+    uses = {name: Use(operand, problem.dtype, 16, tensor=tensors) for name, operand in given.items()}
+    uses["out"] = Use(problem.out, problem.dtype, 16)
+    for name, like in grads.items():
+        if like.stretched:  # each part in float32, to be summed
+            part = Operand(like.shape, (0,) * len(like.shape), True)
+            uses[name] = Use(part, "float32", 16, written=True, summed=like.stretched)
+        else:
+            steps = contiguous(like.shape, like.order, ELEMENTS[problem.dtype].itemsize)
+            grad = getattr(problem, name) or Operand(like.shape, steps, True)
+            uses[name] = Use(grad, problem.dtype, 16, written=True)
+    return uses

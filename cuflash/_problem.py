@@ -25,12 +25,14 @@ WIDEST = 256  # head_dim and value_dim of the GPU engines
 class Operand:
     """How one array lies in memory, seen along the canonical axes ``(*batch, heads, length, dim)``.
 
-    Strides are in bytes and 0 where the array is broadcast; ``aligned`` says that the base is a multiple of 16 bytes.
+    Strides are in bytes and 0 where the array is broadcast; ``aligned`` says that the base is a multiple of 16 bytes,
+    ``stretched`` along which axes the array itself is shorter: there its gradient is a sum.
     """
 
     shape: tuple
     strides: tuple
     aligned: bool
+    stretched: tuple = ()
 
     @property
     def order(self):
@@ -66,6 +68,13 @@ class Problem:
     k: Operand | None = None
     v: Operand | None = None
     out: Operand | None = None  # None: to be allocated
+    # Of backward. lse and dlse have no last axis; gradients that are None are to be allocated.
+    dout: Operand | None = None
+    lse: Operand | None = None
+    dlse: Operand | None = None
+    dq: Operand | None = None
+    dk: Operand | None = None
+    dv: Operand | None = None
 
     @property
     def group(self):
@@ -245,12 +254,19 @@ def _operand(array, batch):
     if array.ndim == 2:
         shape, strides = (1, *shape), (0, *strides)
     missing = len(batch) + 3 - len(shape)
-    lead = zip(batch, (1,) * missing + shape[:-3], (0,) * missing + strides[:-3], strict=True)
+    lead = list(zip(batch, (1,) * missing + shape[:-3], (0,) * missing + strides[:-3], strict=True))
     return Operand(
         (*batch, *shape[-3:]),
         (*(0 if length != full else stride for full, length, stride in lead), *strides[-3:]),
         _pointer(array) % 16 == 0,
+        tuple(axis for axis, (full, length, _) in enumerate(lead) if length != full),
     )
+
+
+def _row_operand(array, problem):
+    """An operand of one number a row."""
+    lead = () if problem.head_axis else (1,)
+    return Operand((*lead, *array.shape), (*(0 for _ in lead), *array.strides), _pointer(array) % 16 == 0)
 
 
 # Keywords -------------------------------------------------------------------------------------------------------
@@ -403,15 +419,20 @@ def backward(dout, q, k, v, out, lse, *, scale, causal, window, dlse, grads, eng
         _expect("backward", name, inputs[name], problem.out_shape, q.dtype)
     for name, array in results.items():
         _expect("backward", name, array, problem.lse_shape, ELEMENTS[problem.dtype].lse)
+    written = {}
     if grads is not None:
         if not isinstance(grads, (tuple, list)) or len(grads) != 3:
             raise ValueError(f"backward: grads is {type(grads).__name__}; wanted None or the three arrays (dq, dk, dv)")
-        written = {}
         for name, like, grad in zip(("dq", "dk", "dv"), (q, k, v), grads, strict=True):
             _common_library("backward", {"q": q, name: grad})
             _result("backward", name, grad, like.shape, like.dtype, inputs | results | written)
             written[name] = grad
-    return problem
+    return replace(
+        problem,
+        **{name: _operand(inputs[name], problem.batch) for name in ("dout", "out")},
+        **{name: _row_operand(array, problem) for name, array in results.items()},
+        **{name: _operand(grad, problem.batch) for name, grad in written.items()},
+    )
 
 
 def decode(q, k_cache, v_cache, *, lengths, page_table, scale, causal, window, return_lse, out, engine):

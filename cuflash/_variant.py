@@ -84,7 +84,15 @@ KERNELS = {
         "forward_sm90.cu",
         _args(np.float32, "q k v out lse ticket", "q_map k_map v_map out_map", sizes="out_boxes blocks rows"),
     ),
+    "backward_rows": ("backward_rows.cu", _backward_args()),
+    "backward": ("backward.cu", _backward_args()),
+    "backward_finish": ("backward_finish.cu", _backward_args()),
+    "backward_sm90": ("backward_sm90.cu", _backward_args("q_map dout_map k_map v_map dk_map dv_map")),
 }
+
+
+# Fields that kernels of run-time sizes leave aside.
+_UNUSED = {"backward_rows": ("head_dim", "value_dim", "tile_k"), "backward_finish": ("tile_k",)}
 
 
 @dataclass(frozen=True)
@@ -105,14 +113,18 @@ class Variant:
     query_registers: int = 0  # whether q stays in registers, so that its shared memory is free for the next rows
     out_staged: int = 0  # panels of a warp's rows of out in shared memory of its own, to leave by tensor copies
     early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
+    ordered: int = 1  # backward: whether sums of dq take turns; 0 in tests of what that costs
 
     @property
     def name(self):
         """The facts spelled out: a label for benchmarks, tests and errors."""
         dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}v{self.value_dim}"
         tiles = f"q{self.tile_q}_k{self.tile_k}_w{self.warps}_b{self.blocks_per_sm}"
-        more = "_r" * self.query_registers + f"_o{self.out_staged}" * (self.out_staged > 0) + f"_e{self.early}" * (self.early > 0)
-        return f"{self.kernel}_{ELEMENTS[self.element].short}_{self.mask}_{dims}_{tiles}_s{self.stages}{more}"
+        more = "_r" * self.query_registers + f"_o{self.out_staged}" * (self.out_staged > 0)
+        more += f"_e{self.early}" * (self.early > 0)
+        mask = "" if self.backward else f"_{self.mask}"  # always the most general there
+        more += "" if self.ordered else "_unordered"
+        return f"{self.kernel}_{ELEMENTS[self.element].short}{mask}_{dims}_{tiles}_s{self.stages}{more}"
 
     @property
     def entry(self):
@@ -136,20 +148,31 @@ class Variant:
         numbers = "".join(
             f"constexpr int {field.name.upper()} = {getattr(self, field.name)};\n"
             for field in fields(self)
-            if field.type is int and (self.hopper or field.default is MISSING)  # what has a default is Hopper's
+            if field.type is int and self._has(field)
         )
+        last_first = "" if self.backward else "constexpr bool LAST_FIRST = {};  // long rows of tiles first\n"
+        last_first = last_first.format("false" if self.mask == "full" else "true")
         offsets = "".join(
             f'    static_assert(OFFSET_OF(A, {name}) == {offset}, "Args.{name}: not where Python puts it");\n'
             for name, (_, offset) in ((name, self.args.fields[name][:2]) for name in self.args.names)
         )
         return (
             f"// {self.name}\nnamespace cuflash {{\n{declared}using Element = {element.struct};\n"
-            f"struct {mask.__name__};\nusing Mask = {mask.__name__};\n{numbers}"
-            f"constexpr bool LAST_FIRST = {'false' if self.mask == 'full' else 'true'};  // long rows of tiles first\n"
-            f"{_OFFSET_OF}template <typename A>\nstruct ArgsLayout {{\n"
+            f"struct {mask.__name__};\nusing Mask = {mask.__name__};\n{numbers}{last_first}{_OFFSET_OF}template <typename A>\nstruct ArgsLayout {{\n"
             f'    static_assert(sizeof(A) == {self.args.itemsize}, "Args: not the size Python packs");\n{offsets}}};\n'
             f"}}\n"
         )
+
+    def _has(self, field):
+        """Whether the kernel's text speaks of a field: compilers warn of constants that are not used."""
+        if field.default is MISSING:
+            return field.name not in _UNUSED.get(self.kernel, ())
+        return self.kernel in (("backward", "backward_sm90") if field.name == "ordered" else ("forward_sm90",))
+
+    @property
+    def backward(self):
+        """Whether it is one of backward's."""
+        return self.kernel.startswith("backward")
 
     @property
     def hopper(self):
@@ -163,7 +186,11 @@ class Variant:
 
     def products(self):
         """The products of a warpgroup of the sizes in use."""
-        return wgmma(self.element, (self.tile_k, self.value_dim)) if self.hopper else ""
+        sizes = {
+            "forward_sm90": (self.tile_k, self.value_dim),
+            "backward_sm90": (self.tile_q, self.head_dim, 64),
+        }
+        return wgmma(self.element, sizes[self.kernel]) if self.hopper else ""
 
     def text(self, overlay=None):
         """The whole text to compile. Files in the folder ``overlay`` take the place of those of the same name."""

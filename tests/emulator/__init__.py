@@ -105,8 +105,8 @@ class _Range(ctypes.Structure):
 
 class _Launch(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_uint64) for name in "grid threads shared_bytes cluster seed most_alive checks".split()),
-        ("most_events", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in "grid threads shared_bytes cluster seed fewest_alive most_alive".split()),
+        *((name, ctypes.c_uint64) for name in "checks most_events".split()),
         ("ranges", ctypes.POINTER(_Range)),
         ("range_count", ctypes.c_uint64),
         ("args", ctypes.c_void_p),
@@ -118,7 +118,7 @@ class _Launch(ctypes.Structure):
 
 def launch(
     emulate, grid, threads, args, shared_bytes, memory, *,
-    cluster=1, seed=0, checks=RACES | UNWRITTEN, most_events=10**8,
+    cluster=1, resident=False, seed=0, checks=RACES | UNWRITTEN, most_events=10**8,
 ):  # fmt: skip
     """Run a launch.
 
@@ -136,6 +136,8 @@ def launch(
         The arrays that the kernel may read and, where the second is true, write.
     cluster : int
         Blocks of a cluster.
+    resident : bool
+        Whether all blocks live at once, as a cooperative launch has it: they may wait for one another. Else up to 4 do.
     seed : int
         Decides the order in which warps and lanes run, and how many blocks live at once.
     checks : int
@@ -158,7 +160,8 @@ def launch(
     packed = aligned(len(args), 128)  # as tensor maps want it
     packed[:] = np.frombuffer(args, np.uint8)
     described = _Launch(
-        grid=grid, threads=threads, shared_bytes=shared_bytes, cluster=cluster, seed=seed % 2**64, most_alive=4,
+        grid=grid, threads=threads, shared_bytes=shared_bytes, cluster=cluster, seed=seed % 2**64,
+        fewest_alive=grid if resident else 1, most_alive=grid if resident else 4,
         checks=checks, most_events=most_events, ranges=ranges, range_count=len(ranges), args=packed.ctypes.data,
         message=ctypes.cast(message, ctypes.c_char_p), message_bytes=_MESSAGE_BYTES,
     )  # fmt: skip
@@ -230,19 +233,24 @@ class Host:
         self.memory.append((array, True))
         return array
 
-    def load(self, variant, device):
-        """The emulated kernel, to be called as a CuPy kernel is."""
-        emulate = self.emulator.build(variant)
+    def clear(self, array):
+        """Fill an array with zero bytes."""
+        array[...] = 0
+
+    def load(self, step, device):
+        """The emulated kernel of a step, to be called as a CuPy kernel is."""
+        emulate = self.emulator.build(step.variant)
 
         def kernel(grid, threads, arguments, shared_mem):
             (args,) = arguments
-            self.emulator.launch(emulate, *grid, *threads, args.tobytes(), shared_mem, self.memory)
+            launched = (*grid, *threads, args.tobytes(), shared_mem, self.memory)
+            self.emulator.launch(emulate, *launched, resident=step.cooperative)
 
         return kernel
 
 
-class _Call(_launch._GpuForward):
-    """A prepared call on the emulator."""
+class _Forward(_launch._GpuForward):
+    """A prepared call of `forward` on the emulator."""
 
     def __call__(self, q, k, v, out):
         self.backend.memory += [(x, False) for x in (q, k, v)] + ([] if out is None else [(out, True)])
@@ -250,6 +258,16 @@ class _Call(_launch._GpuForward):
         made, *lse = (x.view(np.ndarray) for x in (result if self.return_lse else (result,)))
         out = made if out is None else out
         return (out, *lse) if lse else out
+
+
+class _Backward(_launch._GpuBackward):
+    """A prepared call of `backward` on the emulator."""
+
+    def __call__(self, arrays, grads):
+        self.backend.memory += [(x, False) for x in arrays.values()] + [(x, True) for x in grads]
+        seen = {name: x.view(DeviceArray) for name, x in arrays.items()}
+        made = self._run(seen, tuple(x.view(DeviceArray) for x in grads))
+        return grads or tuple(x.view(np.ndarray) for x in made)
 
 
 class Emulator:
@@ -276,9 +294,9 @@ class Emulator:
         """The function that emulates a variant."""
         return build(variant.text(overlay=str(self.overlay)), f"cuflash::{variant.entry}")
 
-    def launch(self, *arguments):
+    def launch(self, *arguments, **keywords):
         """A launch with the next seed."""
-        return launch(*arguments, seed=self.random.getrandbits(63))
+        return launch(*arguments, seed=self.random.getrandbits(63), **keywords)
 
     def plan(self, problem):
         """The plan of a problem: that of arrays on a device with these limits."""
@@ -299,4 +317,17 @@ class Emulator:
         problem = _problem.forward(
             q, k, v, scale=scale, causal=causal, window=window, return_lse=return_lse, out=out, engine=engine
         )
-        return _Call(problem, self.plan(problem), Host(self))(q, k, v, out)
+        return _Forward(problem, self.plan(problem), Host(self))(q, k, v, out)
+
+    def backward(
+        self, dout, q, k, v, out, lse, *, scale=None, causal=False, window=None, dlse=None, grads=None, engine=None
+    ):  # fmt: skip
+        """`cuflash.backward` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""
+        engine = None if engine == "emulated" else engine
+        arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        arrays = {name: _problem.adopt("backward", name, x) for name, x in arrays.items()}
+        arrays |= {} if dlse is None else {"dlse": _problem.adopt("backward", "dlse", dlse)}
+        problem = _problem.backward(
+            **({"dlse": None} | arrays), scale=scale, causal=causal, window=window, grads=grads, engine=engine
+        )
+        return _Backward(problem, self.plan(problem), Host(self))(arrays, tuple(grads or ()))

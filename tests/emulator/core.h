@@ -91,7 +91,7 @@ struct Range {
 };
 struct Launch {
     uint64_t grid, threads, shared_bytes, cluster;
-    uint64_t seed, most_alive;  // blocks
+    uint64_t seed, fewest_alive, most_alive;  // blocks
     uint64_t checks;
     uint64_t most_events;  // after that many a launch is taken for endless
     const Range* ranges;   // in order
@@ -761,7 +761,7 @@ inline void clear(Cluster& cluster) {
 // Turns of the warps, in a new order each round.
 inline void schedule() {
     const Launch& launch = *world.launch;
-    const uint64_t together = 1 + random(static_cast<uint32_t>(launch.most_alive));
+    const uint64_t together = launch.fewest_alive + random(static_cast<uint32_t>(launch.most_alive - launch.fewest_alive + 1));
     std::vector<Warp*> turns;
     for (int idle = 0;;) {
         while (world.alive.size() < together && world.next_block < static_cast<int64_t>(launch.grid)) start_cluster();

@@ -1,12 +1,14 @@
-// Hopper's asynchronous units, for ptx_sm90.cuh: products of a warpgroup, tensor copies, barriers in shared memory.
+// Hopper's asynchronous units, for ptx_sm90.cuh: products of a warpgroup, bulk copies, barriers in shared memory.
 //
 // Whatever is asynchronous reads its sources and delivers its results as late as the program allows, and is ordered
 // after what its issue was ordered after, no more:
 //
 // - A product reads shared memory when a warp waits for it, each warp for its own 16 rows. Until then its registers,
 //   accumulators and A operand, hold a NaN; they come back, if nothing has touched them, with the wait.
-// - A tensor load poisons its destination at once and lands by itself, at the latest when no thread can go on.
-// - A tensor store reads shared memory when its thread waits for it, and writes global memory after that, some time.
+// - A load, of a box of a tensor or of bytes as they lie, poisons its destination at once and lands by itself, at the
+//   latest when no thread can go on.
+// - A store, or a sum onto what is there, reads shared memory when its thread waits for that, and changes global memory
+//   when its thread waits for it, else some time after the read.
 // - What threads have written to shared memory may be read so only if each of them has executed fence_proxy_async
 //   between its write and the barrier that orders the two.
 #pragma once
@@ -192,30 +194,48 @@ inline void wait_for_barrier(uint32_t address, uint32_t parity, Site here) {
     acquire(thread(), barrier.clocks[parity]);
 }
 
-// Named barriers: those that meet at one must expect as many.
+// Named barriers: those that meet at one must expect as many, and come to it once, to wait there or in passing.
 struct BlockNamed {
     int expected[16] = {};
-    Site here[16];
+    Site here[16];                    // of who came last
+    bool came[16][MOST_THREADS] = {};  // since it last opened
 };
-inline void sync_named(int number, int threads, Site here) {
-    if (number < 1 || number > 15) fail(here, "bar_sync %d; wanted 1 to 15", number);
+inline void meet_at_named(const char* what, int number, int threads, bool waits, Site here) {
+    if (number < 1 || number > 15) fail(here, "%s %d; wanted 1 to 15", what, number);
     if (threads < WARP_LANES || threads % WARP_LANES != 0 || threads > static_cast<int>(world.launch->threads)) {
-        fail(here, "bar_sync of %d threads; wanted whole warps of this block", threads);
+        fail(here, "%s of %d threads; wanted whole warps of this block", what, threads);
     }
     BlockNamed& named = state_of<BlockNamed>(block());
     int none = 0;
-    collective(thread().warp->lanes, "bar_sync", none, [](int**) {}, here);
+    collective(thread().warp->lanes, what, none, [](int**) {}, here);
     Barrier& barrier = block().barriers[number];
-    if (barrier.arrived && named.expected[number] != threads) {
-        fail(here, "bar_sync %d of %d threads, while others wait at it for %d at %s:%d", number, threads,
-             named.expected[number], named.here[number].file, named.here[number].line);
+    bool& came = named.came[number][thread().index];
+    if (barrier.arrived == 0) {
+        std::fill(std::begin(named.came[number]), std::end(named.came[number]), false);
+    } else {
+        const Site other = named.here[number];
+        if (named.expected[number] != threads) {
+            fail(here, "%s %d of %d threads, while others at %s:%d expect %d", what, number, threads, other.file, other.line,
+                 named.expected[number]);
+        }
+        if (came) fail(here, "%s %d by a thread that has come to it already; it has not opened since: %d of %d are there", what,
+                       number, barrier.arrived, threads);
     }
+    came = true;
     named.expected[number] = threads;
     named.here[number] = here;
-    barrier_sync(barrier, threads, "bar_sync", here);
+    if (waits) {
+        barrier_sync(barrier, threads, what, here);
+    } else {
+        barrier_arrive(barrier, threads, here);
+    }
 }
 
-// Tensor copies ----------------------------------------------------------------------------------------------------
+// Bulk copies ------------------------------------------------------------------------------------------------------
+//
+// Of a box of a tensor or of bytes as they lie: either tells its `here`, where it begins in shared memory, its `bytes`,
+// and, by their order in the copy, where its `chunks` of 16 bytes lie in shared memory. `fetch` gets them all from global
+// memory, `deliver` puts them there.
 
 // What tensor_map.py's `encode` writes.
 struct EmulatedMap {
@@ -244,8 +264,8 @@ struct Box {
     uint32_t row_bytes() const { return map.box[0] * static_cast<uint32_t>(map.strides[0]); }
     uint32_t rows() const { return map.box[1] * map.box[2] * map.box[3] * map.box[4]; }
     uint32_t bytes() const { return rows() * row_bytes(); }
-    uint32_t chunk(uint32_t row, uint32_t chunk) const {
-        const uint32_t address = shared + row * row_bytes() + chunk * 16;
+    uint32_t chunk(uint32_t n) const {
+        const uint32_t address = shared + n * 16;
         return map.swizzle ? address ^ (address >> 7) % (map.swizzle / 16) * 16 : address;
     }
     // The part of a row that lies inside the tensor: its first byte in the row, their number, their address.
@@ -267,6 +287,55 @@ struct Box {
         return {static_cast<uint32_t>(first * itemsize), static_cast<uint32_t>((end - first) * itemsize),
                 reinterpret_cast<char*>(address)};
     }
+    void fetch(char* data) const {
+        std::memset(data, 0, bytes());
+        for (uint32_t row = 0; row < rows(); ++row) {
+            const Part part = inside(row);
+            if (part.bytes == 0) continue;
+            check_global(part.global, part.bytes, 1, READS, here);
+            std::memcpy(data + row * row_bytes() + part.first, part.global, part.bytes);
+        }
+    }
+    void deliver(const char* data) const {
+        for (uint32_t row = 0; row < rows(); ++row) {
+            const Part part = inside(row);
+            if (part.bytes == 0) continue;
+            check_global(part.global, part.bytes, 1, WRITES, here);
+            std::memcpy(part.global, data + row * row_bytes() + part.first, part.bytes);
+        }
+    }
+};
+
+// Bytes that lie in global memory as in shared memory.
+struct Line {
+    char* global;
+    uint32_t shared, length;
+    bool adds;  // float32 to what is there, where else it would be replaced
+    Site here;
+
+    Line(const char* global, uint32_t shared, uint32_t length, Access access, bool adds, Site here)
+        : global(const_cast<char*>(global)), shared(shared), length(length), adds(adds), here(here) {
+        if (length == 0 || length % 16 != 0) fail(here, "copies %u bytes, not a multiple of 16 above 0", length);
+        check_global(global, length, 16, access, here);
+        window_of(shared, length, 16, access == READS ? WRITES : READS, block(), here);
+    }
+    uint32_t bytes() const { return length; }
+    uint32_t chunk(uint32_t n) const { return shared + n * 16; }
+    void fetch(char* data) const { std::memcpy(data, global, length); }
+    void deliver(const char* data) const {
+        if (!adds) {
+            std::memcpy(global, data, length);
+        } else {
+            for (uint32_t n = 0; n < length; n += 4) {
+                float sum, more;
+                std::memcpy(&sum, global + n, 4);
+                std::memcpy(&more, data + n, 4);
+                sum += more;
+                std::memcpy(global + n, &sum, 4);
+            }
+        }
+        progress();
+    }
 };
 
 struct BlockCopies {
@@ -275,71 +344,59 @@ struct BlockCopies {
 };
 
 // The bytes land, and count on the barrier, at a time of their own.
-inline void load_box(const Box& box, uint32_t barrier_address) {
-    MBarrier& barrier = barrier_at(barrier_address, true, box.here);
+template <typename Piece>
+void load_bulk(const Piece& piece, uint32_t barrier_address) {
+    MBarrier& barrier = barrier_at(barrier_address, true, piece.here);
     Block& own = block();
     Actor copy = own.units[COPY + barrier.offset / 8 % COPIES];
     copy.clock = thread().clock;
-    const Window window = window_of(box.shared, box.bytes(), 16, WRITES, own, box.here);
-    const Record mine{IN_FLIGHT, static_cast<uint16_t>(copy.number), number_of(box.here)};
-    for (uint32_t n = window.offset / 4; n < (window.offset + box.bytes()) / 4; ++n) {
-        check_write(&own.cells[n], own.cells.data(), thread(), box.here);
+    const Window window = window_of(piece.shared, piece.bytes(), 16, WRITES, own, piece.here);
+    const Record mine{IN_FLIGHT, static_cast<uint16_t>(copy.number), number_of(piece.here)};
+    for (uint32_t n = window.offset / 4; n < (window.offset + piece.bytes()) / 4; ++n) {
+        check_write(&own.cells[n], own.cells.data(), thread(), piece.here);
         own.cells[n] = Cell{mine, {}};
     }
     uint32_t* const words = reinterpret_cast<uint32_t*>(own.shared + window.offset);
-    std::fill(words, words + box.bytes() / 4, POISON);
+    std::fill(words, words + piece.bytes() / 4, POISON);
     BlockCopies& copies = state_of<BlockCopies>(own);
     ++copies.in_flight;
-    copies.here = box.here;
+    copies.here = piece.here;
     later([=, &own, &barrier, &copies] {
-        std::vector<char> line(box.row_bytes());
-        end_async_write(box.shared, box.bytes(), copy, own, box.here);
-        for (uint32_t row = 0; row < box.rows(); ++row) {
-            std::fill(line.begin(), line.end(), 0);
-            const Box::Part part = box.inside(row);
-            if (part.bytes) {
-                check_global(part.global, part.bytes, 1, READS, box.here);
-                std::memcpy(line.data() + part.first, part.global, part.bytes);
-            }
-            for (uint32_t chunk = 0; chunk < box.row_bytes() / 16; ++chunk) {
-                std::memcpy(own.shared + (box.chunk(row, chunk) - SHARED_BASE), line.data() + 16 * chunk, 16);
-            }
+        std::vector<char> data(piece.bytes());
+        end_async_write(piece.shared, piece.bytes(), copy, own, piece.here);
+        piece.fetch(data.data());
+        for (uint32_t n = 0; n < piece.bytes() / 16; ++n) {
+            std::memcpy(own.shared + (piece.chunk(n) - SHARED_BASE), &data[16 * n], 16);
         }
         --copies.in_flight;
-        barrier.bytes -= box.bytes();
+        barrier.bytes -= piece.bytes();
         release(own, copy, barrier.clocks[barrier.phase & 1]);
-        barrier.settle(box.here);
+        barrier.settle(piece.here);
     });
 }
 
-// A box on its way from shared to global memory.
+// What is on its way from shared to global memory.
 struct Store {
-    Box box;
+    Site here;
     Reader reader;
-    std::vector<char> data;
+    std::vector<uint32_t> chunks;               // where the 16 bytes of each lie in shared memory
+    std::function<void(const char*)> deliver;
+    std::vector<char> data{};
     bool read_done = false, write_done = false;
 
     void read() {
         if (read_done) return;
         read_done = true;
-        data.resize(box.bytes());
-        for (uint32_t row = 0; row < box.rows(); ++row) {
-            for (uint32_t chunk = 0; chunk < box.row_bytes() / 16; ++chunk) {
-                const uint32_t address = box.chunk(row, chunk);
-                for (uint32_t word = 0; word < 4; ++word) reader.chunk(address, word);
-                std::memcpy(&data[row * box.row_bytes() + chunk * 16], reader.chunk(address, 0), 16);
-            }
+        data.resize(16 * chunks.size());
+        for (size_t n = 0; n < chunks.size(); ++n) {
+            for (uint32_t word = 0; word < 4; ++word) reader.chunk(chunks[n], word);
+            std::memcpy(&data[16 * n], reader.chunk(chunks[n], 0), 16);
         }
     }
     void write() {
         if (write_done) return;
         write_done = true;
-        for (uint32_t row = 0; row < box.rows(); ++row) {
-            const Box::Part part = box.inside(row);
-            if (part.bytes == 0) continue;
-            check_global(part.global, part.bytes, 1, WRITES, box.here);
-            std::memcpy(part.global, &data[row * box.row_bytes() + part.first], part.bytes);
-        }
+        deliver(data.data());
     }
 };
 
@@ -349,8 +406,12 @@ struct ThreadStores {
     std::deque<std::vector<std::shared_ptr<Store>>> groups;
 };
 
-inline void store_box(const Box& box) {
-    state_of<ThreadStores>(thread()).open.push_back(std::make_shared<Store>(Store{box, Reader(thread(), thread(), box.here), {}}));
+template <typename Piece>
+void store_bulk(const Piece& piece) {
+    std::vector<uint32_t> chunks;
+    for (uint32_t n = 0; n < piece.bytes() / 16; ++n) chunks.push_back(piece.chunk(n));
+    state_of<ThreadStores>(thread()).open.push_back(std::make_shared<Store>(Store{
+        piece.here, Reader(thread(), thread(), piece.here), chunks, [piece](const char* data) { piece.deliver(data); }}));
 }
 inline void commit_stores() {
     ThreadStores& stores = state_of<ThreadStores>(thread());
@@ -369,7 +430,10 @@ inline void wait_for_stores(size_t pending, bool written) {
             if (written) store->write();
         }
     }
-    while (written && stores.groups.size() > pending) stores.groups.pop_front();
+    auto done = [](const auto& group) {
+        return std::all_of(group.begin(), group.end(), [](const auto& store) { return store->write_done; });
+    };
+    while (stores.groups.size() > pending && done(stores.groups.front())) stores.groups.pop_front();
     progress();
 }
 
@@ -732,10 +796,10 @@ inline void set_registers(int registers, bool more, Site here) {
 // Called by each thread when its kernel has returned.
 inline void leave_hopper() {
     Thread& t = thread();
-    for (auto& store : state_of<ThreadStores>(t).open) fail(store->box.here, "a store that no group was committed for");
+    for (auto& store : state_of<ThreadStores>(t).open) fail(store->here, "a store that no group was committed for");
     for (auto& group : state_of<ThreadStores>(t).groups) {
         for (auto& store : group) {
-            if (!store->read_done) fail(store->box.here, "left the kernel while this store reads shared memory");
+            if (!store->read_done) fail(store->here, "left the kernel while this store reads shared memory");
         }
     }
     WarpProducts& warp = own_products();
@@ -745,7 +809,7 @@ inline void leave_hopper() {
     }
     if (t.block->live > 1) return;
     const BlockCopies& copies = state_of<BlockCopies>(*t.block);
-    if (copies.in_flight) fail(copies.here, "the block ends with %d tensor loads in flight, this one among them", copies.in_flight);
+    if (copies.in_flight) fail(copies.here, "the block ends with %d loads in flight, this one among them", copies.in_flight);
     for (BlockProducts::Log& log : state_of<BlockProducts>(*t.block).groups) {
         if (!log.operations.empty()) {
             fail(log.operations[0].here, "not all warps of the warpgroup have executed this product: %llu, %llu, %llu and %llu products",

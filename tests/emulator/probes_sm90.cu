@@ -107,6 +107,50 @@ PROBE(named_barrier) {  // of warps 1 and 2, while warp 0 passes
 }
 PROBE(named_barrier_of_different_numbers) { bar_sync(3, warp_index() == 0 ? 64 : 96); }
 PROBE(named_barrier_of_half_a_warp) { bar_sync(3, 48); }
+PROBE(barrier_arrived_at) {  // turns: warp 0 writes for the others, which tell it when it may write again, and go on
+    const int slot = shared_memory() + 4 * lane_index();
+    for (int turn = 0; turn < 6; ++turn) {
+        if (warp_index() == 0) {
+            if (turn > 0) bar_sync(2, 3 * WARP);
+            store_shared(slot, turn * 100 + lane_index());
+            bar_arrive(1, 3 * WARP);
+        } else {
+            bar_sync(1, 3 * WARP);
+            output(args, (turn * 2 + warp_index() - 1) * WARP + lane_index(), load_shared<int>(slot ^ 4));
+            if (turn < 5) bar_arrive(2, 3 * WARP);
+        }
+    }
+}
+PROBE(barrier_arrived_at_by_too_few) {  // the third warp does not come
+    if (warp_index() == 0) bar_arrive(3, 3 * WARP);
+    if (warp_index() == 1) bar_sync(3, 3 * WARP);
+}
+PROBE(barrier_arrived_at_twice) {
+    if (warp_index() == 0) {
+        bar_arrive(3, 3 * WARP);
+        bar_arrive(3, 3 * WARP);
+    }
+}
+PROBE(barrier_arrived_at_that_expects_others) {
+    if (warp_index() == 0) {
+        bar_arrive(3, 2 * WARP);
+    } else {
+        bar_sync(3, 3 * WARP);
+    }
+}
+PROBE(barrier_arrived_at_by_half_a_warp) { bar_arrive(3, 16); }
+PROBE(barrier_arrived_at_by_some_lanes) {
+    if (lane_index() < 16) bar_arrive(3, WARP);
+}
+PROBE(barrier_arrived_at_does_not_wait) {  // so what others wrote before it may not be read after it
+    if (warp_index() == 0) {
+        store_shared(shared_memory() + 4 * lane_index(), 1);
+        bar_sync(3, 2 * WARP);
+    } else {
+        bar_arrive(3, 2 * WARP);
+        load_shared<int>(shared_memory() + 4 * lane_index());
+    }
+}
 
 // Tensor copies
 
@@ -262,12 +306,174 @@ PROBE(store_not_committed) {
         cp_async_bulk_wait_group_read<0>();
     }
 }
-PROBE(store_matrices) {
+PROBE(store_matrices) {  // as they are, then transposed
     uint32 r[4];
     for (int n = 0; n < 4; ++n) r[n] = input<uint32>(args, lane_index() * 4 + n);
     stmatrix_x4(shared_memory() + (lane_index() * 5 % WARP) * 16, r);
+    stmatrix_x4_trans(shared_memory() + 512 + (lane_index() * 5 % WARP) * 16, r);
     sync_warp();
-    output(args, lane_index(), load_shared<Vector16>(shared_memory() + 16 * lane_index()));
+    for (int n = lane_index(); n < 2 * WARP; n += WARP) output(args, n, load_shared<Vector16>(shared_memory() + 16 * n));
+}
+PROBE(store_matrices_misaligned) {
+    uint32 r[4] = {};
+    stmatrix_x4_trans(shared_memory() + 8, r);
+}
+PROBE(store_matrices_by_some_lanes) {
+    uint32 r[4] = {};
+    if (lane_index() < 8) stmatrix_x4_trans(shared_memory() + 16 * lane_index(), r);
+}
+
+// Copies of bytes
+
+PROBE(load_bytes) {  // in: where from, where to, how many; then the bytes
+    initialise(1, 1);
+    const int from = input<int>(args, 0), to = input<int>(args, 1), bytes = input<int>(args, 2);
+    if (thread_index() == 0) {
+        mbarrier_arrive_expect_tx(barrier(), bytes);
+        cp_async_bulk_load(shared_memory() + to, args.in + from, bytes, barrier());
+    }
+    mbarrier_wait(barrier(), 0);
+    for (int n = thread_index(); n < bytes / 4; n += WARP) output(args, n, load_shared<int>(shared_memory() + to + 4 * n));
+}
+PROBE(store_and_add_bytes) {  // in: 1024 floats, which replace the first half of `out` and are added, twice, to the second
+    fill(args, 4096, WARP);
+    fence_proxy_async();
+    sync_warp();
+    if (thread_index() != 0) return;
+    cp_async_bulk_store(args.out, shared_memory(), 2048);
+    cp_async_bulk_commit_group();
+    cp_reduce_async_bulk_add(args.out + 2048, shared_memory() + 2048, 2048);
+    cp_reduce_async_bulk_add(args.out + 2048, shared_memory() + 2048, 2048);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group<1>();
+    output(args, 1024, input<float>(Args{{}, args.out, nullptr, 0}, 511));  // there for this thread
+    cp_async_bulk_wait_group<0>();
+    output(args, 1025, input<float>(Args{{}, args.out, nullptr, 0}, 1023));
+}
+PROBE(bytes_seen_too_early) {  // their shared memory has been read, but they need not be there
+    store_shared(shared_memory() + 16 * thread_index(), Vector16{{1, 1, 1, 1}});
+    fence_proxy_async();
+    sync_warp();
+    if (thread_index() == 0) {
+        cp_async_bulk_store(args.out, shared_memory(), 512);
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read<0>();
+        output(args, 128, load_global<int>(args.out));
+        cp_async_bulk_wait_group<0>();
+        output(args, 129, load_global<int>(args.out));
+    }
+}
+PROBE(turns_of_blocks) {  // each waits for the one after it: all must be there
+    char* const turn = args.out;
+    const int mine = grid_size() - 1 - static_cast<int>(fresh_block_index());
+    if (thread_index() == 0) {
+        while (load_acquire(turn) != mine) {
+        }
+        output(args, 1 + mine, static_cast<int>(fresh_block_index()));
+        add_release(turn, 1);
+    }
+}
+// A store of the first 512 bytes of shared memory, for what may be wrong with it.
+inline void write_tile() {
+    store_shared(shared_memory() + 16 * lane_index(), Vector16{});
+    fence_proxy_async();
+    sync_warp();
+}
+inline void finish_stores() {
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group<0>();
+}
+inline void load_some(const char* from, uint32 to, uint32 bytes) {
+    initialise(1, 1);
+    if (thread_index() == 0) {
+        mbarrier_arrive_expect_tx(barrier(), bytes);
+        cp_async_bulk_load(to, from, bytes, barrier());
+    }
+    mbarrier_wait(barrier(), 0);
+}
+PROBE(load_of_some_bytes) { load_some(args.in, shared_memory(), 24); }
+PROBE(load_of_no_bytes) { load_some(args.in, shared_memory(), 0); }
+PROBE(load_from_a_misaligned_place) { load_some(args.in + 8, shared_memory(), 32); }
+PROBE(load_to_a_misaligned_place) { load_some(args.in, shared_memory() + 8, 32); }
+PROBE(load_beyond_the_array) { load_some(args.in + 65536 - 16, shared_memory(), 32); }
+PROBE(load_beyond_shared_memory) { load_some(args.in, shared_memory() + 49216 - 16, 32); }
+PROBE(load_bytes_not_announced) {
+    initialise(1, 1);
+    if (thread_index() == 0) {
+        mbarrier_arrive_expect_tx(barrier(), 48);
+        cp_async_bulk_load(shared_memory(), args.in, 32, barrier());
+    }
+    mbarrier_wait(barrier(), 0);
+}
+PROBE(load_bytes_not_waited_for) {
+    initialise(1, 1);
+    if (thread_index() == 0) {
+        mbarrier_arrive_expect_tx(barrier(), 32);
+        cp_async_bulk_load(shared_memory(), args.in, 32, barrier());
+        load_shared<int>(shared_memory());
+    }
+}
+PROBE(load_bytes_in_flight_at_the_end) {
+    initialise(1, 1);
+    if (thread_index() == 0) cp_async_bulk_load(shared_memory(), args.in, 32, barrier());
+}
+PROBE(store_of_some_bytes) {
+    write_tile();
+    if (thread_index() == 0) cp_async_bulk_store(args.out, shared_memory(), 40);
+}
+PROBE(store_to_a_misaligned_place) {
+    write_tile();
+    if (thread_index() == 0) cp_async_bulk_store(args.out + 4, shared_memory(), 32);
+}
+PROBE(add_from_a_misaligned_place) {
+    write_tile();
+    if (thread_index() == 0) cp_reduce_async_bulk_add(args.out, shared_memory() + 4, 32);
+}
+PROBE(add_beyond_the_array) {
+    write_tile();
+    if (thread_index() == 0) cp_reduce_async_bulk_add(args.out + 65536 - 16, shared_memory(), 32);
+}
+PROBE(add_to_an_input) {
+    write_tile();
+    if (thread_index() == 0) cp_reduce_async_bulk_add(const_cast<char*>(args.in), shared_memory(), 32);
+}
+PROBE(add_without_fence) {
+    store_shared(shared_memory() + 16 * lane_index(), Vector16{});
+    sync_warp();
+    if (thread_index() == 0) {
+        cp_reduce_async_bulk_add(args.out, shared_memory(), 512);
+        finish_stores();
+    }
+}
+PROBE(add_fenced_by_one) {
+    store_shared(shared_memory() + 16 * lane_index(), Vector16{});
+    sync_warp();
+    if (thread_index() == 0) {
+        fence_proxy_async();
+        cp_reduce_async_bulk_add(args.out, shared_memory(), 512);
+        finish_stores();
+    }
+}
+PROBE(add_of_what_is_overwritten) {
+    write_tile();
+    if (thread_index() == 0) {
+        cp_reduce_async_bulk_add(args.out, shared_memory(), 512);
+        cp_async_bulk_commit_group();
+    }
+    sync_warp();
+    store_shared(shared_memory() + 4 * thread_index(), 0);
+    if (thread_index() == 0) cp_async_bulk_wait_group<0>();
+}
+PROBE(add_not_waited_for) {
+    write_tile();
+    if (thread_index() == 0) {
+        cp_reduce_async_bulk_add(args.out, shared_memory(), 512);
+        cp_async_bulk_commit_group();
+    }
+}
+PROBE(add_not_committed) {
+    write_tile();
+    if (thread_index() == 0) cp_reduce_async_bulk_add(args.out, shared_memory(), 512);
 }
 
 // Products

@@ -19,7 +19,12 @@ void setmaxnreg_dec(Site here = HERE) {
     emulator::set_registers(REGISTERS, false, here);
 }
 
-inline void bar_sync(int barrier, int threads, Site here = HERE) { emulator::sync_named(barrier, threads, here); }
+inline void bar_sync(int barrier, int threads, Site here = HERE) {
+    emulator::meet_at_named("bar_sync", barrier, threads, true, here);
+}
+inline void bar_arrive(int barrier, int threads, Site here = HERE) {
+    emulator::meet_at_named("bar_arrive", barrier, threads, false, here);
+}
 
 // Asynchronous barriers in shared memory -----------------------------------------------------------------------------
 
@@ -48,12 +53,21 @@ inline emulator::Box box_at(const TensorMap& map, uint32 shared, Corner c, Site 
 }
 inline void cp_async_bulk_tensor_load(uint32 shared, const TensorMap& map, uint32 barrier, Corner corner, uint64,
                                       Site here = HERE) {
-    emulator::load_box(box_at(map, shared, corner, here), barrier);
+    emulator::load_bulk(box_at(map, shared, corner, here), barrier);
 }
 inline void cp_async_bulk_tensor_store(const TensorMap& map, uint32 shared, Corner corner, Site here = HERE) {
-    emulator::store_box(box_at(map, shared, corner, here));
+    emulator::store_bulk(box_at(map, shared, corner, here));
 }
 inline void prefetch_tensormap(const TensorMap& map, Site here = HERE) { box_at(map, 0, {}, here); }
+inline void cp_async_bulk_load(uint32 shared, const char* global, uint32 bytes, uint32 barrier, Site here = HERE) {
+    emulator::load_bulk(emulator::Line(global, shared, bytes, emulator::READS, false, here), barrier);
+}
+inline void cp_async_bulk_store(char* global, uint32 shared, uint32 bytes, Site here = HERE) {
+    emulator::store_bulk(emulator::Line(global, shared, bytes, emulator::WRITES, false, here));
+}
+inline void cp_reduce_async_bulk_add(char* global, uint32 shared, uint32 bytes, Site here = HERE) {
+    emulator::store_bulk(emulator::Line(global, shared, bytes, emulator::WRITES, true, here));
+}
 inline void cp_async_bulk_commit_group() { emulator::commit_stores(); }
 template <int PENDING>
 void cp_async_bulk_wait_group_read() {
@@ -65,20 +79,34 @@ void cp_async_bulk_wait_group() {
 }
 
 inline void fence_proxy_async() { emulator::own_fences().proxy.add(); }
+// Global memory has one proxy here: what is seen of a bulk copy, and when, is up to the waits alone.
+inline void fence_proxy_async_global() {}
 
 struct StMatrix {
     const uint32 (&r)[4];
     uint32 address;
 };
-inline void stmatrix_x4(uint32 address, const uint32 (&r)[4], Site here = HERE) {
+inline void stmatrix(const char* what, uint32 address, const uint32 (&r)[4], bool transposed, Site here) {
     StMatrix mine{r, address};
-    emulator::collective(emulator::thread().warp->lanes, "stmatrix_x4", mine, [here](StMatrix** lanes) {
+    emulator::collective(emulator::thread().warp->lanes, what, mine, [here, transposed](StMatrix** lanes) {
         for (int lane = 0; lane < WARP; ++lane) {  // which gives the address of a row
             emulator::Thread& writer = *emulator::thread().warp->lanes.threads[lane];
-            char* row = emulator::write_shared(lanes[lane]->address, 16, 16, writer, *writer.block, here);
-            for (int pair = 0; pair < 4; ++pair) std::memcpy(row + 4 * pair, &lanes[lane % 8 * 4 + pair]->r[lane / 8], 4);
+            char* to = emulator::write_shared(lanes[lane]->address, 16, 16, writer, *writer.block, here);
+            const int row = lane % 8, matrix = lane / 8;
+            for (int column = 0; column < 8; ++column) {
+                const int g = transposed ? column : row, t = transposed ? row : column;
+                const uint32 pair = lanes[g * 4 + t / 2]->r[matrix];
+                const unsigned short element = static_cast<unsigned short>(pair >> t % 2 * 16);
+                std::memcpy(to + 2 * column, &element, 2);
+            }
         }
     }, here);
+}
+inline void stmatrix_x4(uint32 address, const uint32 (&r)[4], Site here = HERE) {
+    stmatrix("stmatrix_x4", address, r, false, here);
+}
+inline void stmatrix_x4_trans(uint32 address, const uint32 (&r)[4], Site here = HERE) {
+    stmatrix("stmatrix_x4_trans", address, r, true, here);
 }
 
 // Products of a warpgroup ----------------------------------------------------------------------------------------------

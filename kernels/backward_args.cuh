@@ -1,0 +1,36 @@
+// What the kernels of the backward pass are given, and what lies in the array of turns.
+#pragma once
+
+#include "place.cuh"
+
+namespace cuflash {
+
+struct Args {
+    const char *q, *k, *v, *dout, *out, *lse;
+    const char* dlse;  // null: 0
+    char *dq, *dk, *dv;
+    char *row_lse, *row_delta;  // float of [head of all batches][padded row]
+    char* dq_sum;    // float of [head of all batches][64 rows][8 columns][16 rows][lane][4]: accumulators of mma.m16n8
+    char* turns;     // int: ticket, flag, counters
+    char* suspects;  // int of each item: whether dk or dv has a number that is not finite
+    Strides q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, dk_strides, dv_strides;
+    int queries, keys, heads, group, head_dim, value_dim;
+    int batches1;                             // length of the inner merged axis
+    int first_shift, end_shift;               // of the mask
+    int query_tiles, key_tiles;               // of a head
+    int cyclic, chunk;                        // see visits.cuh
+    int items;                                // tiles of keys of all heads and batches
+    int tile_q, tile_k, columns, parts;       // of the main kernel: its tiles, width of dq_sum, counters a query tile
+    int clear;                                // dq_sum has to begin as zeros
+    int dq_wide, dk_wide, dv_wide;            // float instead of Element
+    int boxes;                                // dk and dv can leave by tensor copies
+    float scale, scale_log2;                  // scale * log2 e
+};
+template struct ArgsLayout<Args>;
+
+// Offsets in turns, in bytes. The counters begin in a line of the cache of their own.
+constexpr int TICKET = 0;
+constexpr int COARSE = 4;  // set where some lse is so large that rounding it may lift a weight above 1
+constexpr int COUNTERS = 128;
+
+}  // namespace cuflash
