@@ -39,6 +39,14 @@ struct Panels {
             cp_async_bulk_tensor_load(address + panel * PANEL_BYTES, map, barrier, corner, policy);
         }
     }
+    // The other way; for the caller to commit.
+    static __device__ __forceinline__ void store(const TensorMap& map, uint32 address, Corner corner) {
+#pragma unroll
+        for (int panel = 0; panel < COUNT; ++panel) {
+            corner.column = 64 * panel;
+            cp_async_bulk_tensor_store(map, address + panel * PANEL_BYTES, corner);
+        }
+    }
 };
 
 }  // namespace cuflash
