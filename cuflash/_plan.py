@@ -255,7 +255,7 @@ def backward_variant(dtype, head_dim, value_dim):
 def hopper_backward_variant(dtype, dim):
     """The sm90 engine's main kernel of backward for a padded head dim, of v too."""
     tile_q, tile_k, warps = HOPPER_BACKWARD_TILES[dim]
-    shared = 0
+    shared = 4*tile_q*dim*2 + 2*tile_k*dim*2 + 2*tile_q*tile_k*2 + 2*64*64*4 + 2*64*dim*2 + 4*tile_q*4 + 8*16 + 2*48 + 8*24
     return Variant("backward_sm90", dtype, "window", dim, dim, tile_q, tile_k, warps, 1, 2, shared)
 
 
