@@ -408,7 +408,7 @@ def measure(case, engine=None):
     return {
         "what": case.function,
         "engine": plan.engine,
-        "variant": plan.steps[0].variant.name if plan.steps else None,
+        "variant": plan.variant.name if plan.variant else None,
         "dtype": case.dtype,
         "kv_format": None,
         "precision": None,
@@ -530,7 +530,7 @@ def main(arguments=None):
         except NotImplementedError:
             case = case_of(function, np, options)
             row = measure(replace(case, length=min(case.length, LONGEST_STAND_IN)))
-            row["why"] = f"no GPU kernel for {function} yet: on the CPU, smaller"
+            row["why"] = f"no GPU kernel for {function} in {case.dtype} yet: on the CPU, smaller"
         rows.append(row)
     print(*table(rows), sep="\n")
     for row in rows:

@@ -32,7 +32,7 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
         Return also the natural logarithm of the sum of exponentials.
     out : array, optional
         Array for the result, exactly of its shape and dtype, with any strides, sharing no element with an input.
-    engine : {None, "numpy", "portable"}, optional
+    engine : {None, "numpy", "portable", "sm90"}, optional
         The engine to run on. None chooses; `explain` tells what and why.
 
     Returns
@@ -77,7 +77,7 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
 def backward(
     dout, q, k, v, out, lse, *, scale=None, causal=False, window=None, dlse=None, grads=None, engine=None
 ):  # fmt: skip
-    """Gradients of `forward`. Runs on NumPy arrays; there is no GPU kernel yet.
+    """Gradients of `forward`. On a GPU for float16 and bfloat16; NumPy arrays may have any dtype.
 
     With ``P = exp(scale * q @ k.mT - lse)`` and ``dS = P * (dout @ v.mT - sum(dout * out, -1) + dlse)``::
 
@@ -96,9 +96,10 @@ def backward(
     scale, causal, window, engine
         As in `forward`.
     dlse : array, shape (..., heads, queries), optional
-        Gradient of lse, of its dtype.
+        Gradient of lse, of its dtype. For losses on lse, such as a z-loss.
     grads : (dq, dk, dv), optional
-        Arrays for the results.
+        Arrays for the results, exactly of the shapes and dtypes of q, k and v, with any strides, sharing no element
+        with an input or with one another. Slots of a packed array will do.
 
     Returns
     -------
@@ -111,11 +112,26 @@ def backward(
     TypeError, ValueError
         As in `forward`.
     NotImplementedError
-        For CuPy arrays.
+        For CuPy arrays of float32 and float64.
+    CompileError
+        Where a kernel does not compile.
+
+    Notes
+    -----
+    Sums have a fixed order, that of dq too, to which many blocks of a GPU add: each waits for its turn, which has
+    nearly always come [2]_. So the same inputs on the same GPU give the same bits, whatever else is in the batch.
+    On a GPU the call takes, beyond its results, float32 arrays of the size of dq and of two numbers a row; for each
+    gradient of an input that broadcasting stretched, one of the stretched size; and copies of operands that kernels
+    cannot address, such as a dout of stride 0 from a sum. The error is inside the bound of `cuflash.bounds`.
+
+    See Also
+    --------
+    vjp : forward, with this for what comes back.
 
     References
     ----------
     .. [1] T. Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", 2022.
+    .. [2] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023.
 
     Examples
     --------
@@ -127,6 +143,41 @@ def backward(
            [1., 1.]], dtype=float32)
     """
     return _launch.backward(dout, q, k, v, out, lse, scale, causal, window, dlse, grads, engine)
+
+
+def vjp(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, engine=None):
+    """Attention, and a function that takes gradients of its results back to its inputs.
+
+    Parameters
+    ----------
+    q, k, v, scale, causal, window, return_lse, engine
+        As in `forward`.
+
+    Returns
+    -------
+    out : array, or (out, lse)
+        What `forward` returns.
+    pullback : function
+        ``pullback(dout, dlse=None) -> (dq, dk, dv)``, by `backward`. It holds q, k, v, out and lse, which must not
+        change before it has been called; it may be called more than once.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.eye(2, dtype=np.float32)
+    >>> out, pullback = cuflash.vjp(x, x, x, scale=0)
+    >>> dq, dk, dv = pullback(np.ones_like(out))
+    >>> dv
+    array([[1., 1.],
+           [1., 1.]], dtype=float32)
+    """
+    keywords = {"scale": scale, "causal": causal, "window": window, "engine": engine}
+    out, lse = forward(q, k, v, return_lse=True, **keywords)
+
+    def pullback(dout, dlse=None):
+        return backward(dout, q, k, v, out, lse, dlse=dlse, **keywords)
+
+    return ((out, lse) if return_lse else out), pullback
 
 
 def decode(

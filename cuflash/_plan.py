@@ -81,6 +81,11 @@ class Plan:
     buffers: tuple = ()
     steps: tuple = ()
 
+    @property
+    def variant(self):
+        """The kernel that does most of the work, that of the step in the middle; None where nothing is launched."""
+        return self.steps[len(self.steps) // 2].variant if self.steps else None
+
     def __str__(self):
         steps = ", ".join(f"{step.variant.name} x {step.grid}" for step in self.steps) or "no launch"
         copies = f"; copies {', '.join(copy.name for copy in self.copies)}" if self.copies else ""
@@ -139,7 +144,7 @@ def variants(limits):
         forward_variant(dtype, mask, *pair, limits): None for dtype in ELEMENTS for mask in masks for pair in pairs
     }
     for dtype in ("float16", "bfloat16"):
-        found |= {backward_variant(dtype, *pair): None for pair in pairs}
+        found |= {backward_variant(dtype, *pair, limits): None for pair in pairs}
         found |= {rows_variant(dtype): None, finish_variant(dtype): None}
         if not_hopper(limits) is None:
             found |= {
@@ -234,8 +239,14 @@ def _not_for_hopper(problem):
     return None
 
 
-# Tiles of backward, by the larger of the padded head dims: tile_q, tile_k, warps.
-BACKWARD_TILES = {64: (128, 128, 8), 128: (64, 128, 8), 256: (64, 64, 8)}
+# Tiles of backward's main kernel, by the larger of the padded head dims: tile_q, tile_k, warps, blocks a
+# multiprocessor, stages. The first that fit its shared memory are taken.
+BACKWARD_TILES = {
+    64: ((64, 128, 4, 2, 2), (64, 128, 4, 1, 2)),
+    128: ((64, 128, 8, 1, 2), (64, 64, 4, 1, 1)),
+    256: ((64, 64, 8, 1, 2), (64, 64, 8, 1, 1), (64, 16, 4, 1, 1)),
+}
+# The same of the sm90 engine: tile_q, tile_k, warps.
 HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12), 256: (64, 64, 12)}
 HOPPER_BACKWARD = (folder() / "backward_sm90.cu").is_file()
 
@@ -245,11 +256,17 @@ def _tile_dim(*dims):
     return next(dim for dim in BACKWARD_TILES if max(dims) <= dim)
 
 
-def backward_variant(dtype, head_dim, value_dim):
+def backward_variant(dtype, head_dim, value_dim, limits):
     """The portable engine's main kernel of backward for padded head dims."""
-    tile_q, tile_k, warps = BACKWARD_TILES[_tile_dim(head_dim, value_dim)]
-    shared = 0
-    return Variant("backward", dtype, "window", head_dim, value_dim, tile_q, tile_k, warps, 1, 1, shared)
+    for tile_q, tile_k, warps, blocks, stages in BACKWARD_TILES[_tile_dim(head_dim, value_dim)]:
+        mates = warps // max(tile_k // 32, 1)  # warps that own the same keys
+        shared = 2 * (tile_k + stages * tile_q) * (head_dim + value_dim)  # k and v, q and dout
+        shared += 2 * tile_k * tile_q  # ds
+        shared += 2 * tile_k * tile_q if mates > 1 else 16  # p
+        shared += 8 * stages * tile_q + 64 * 16 + 48  # facts of rows, visits, the item
+        if blocks * (shared + 1024) <= limits.shared_bytes + 1024:
+            break
+    return Variant("backward", dtype, "window", head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared)
 
 
 def hopper_backward_variant(dtype, dim):
@@ -406,7 +423,7 @@ def _filled(rows, tile):
 
 
 def _portable_backward(problem, limits, reason):
-    variant = backward_variant(problem.dtype, *_padded(problem.head_dim, problem.value_dim))
+    variant = backward_variant(problem.dtype, *_padded(problem.head_dim, problem.value_dim), limits)
     return _backward(problem, limits, "portable", reason, variant, parts=1)
 
 

@@ -78,6 +78,24 @@ __device__ __forceinline__ int atomic_add(char* address, int value) {
 __device__ __forceinline__ void add_global(char* address, float value) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }
+// The same of four neighbours, 16 bytes together where the hardware has VECTORS of them (sm_90 and newer).
+template <bool VECTORS>
+__device__ __forceinline__ void add_global(char* address, const float (&values)[4]) {
+    if constexpr (VECTORS) {
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(values[0]),
+                     "f"(values[1]), "f"(values[2]), "f"(values[3])
+                     : "memory");
+    } else {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) add_global(address + n * sizeof(float), values[n]);
+    }
+}
+// Whatever another block has written, soon; orders nothing.
+__device__ __forceinline__ int load_relaxed(const char* address) {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
 // What came before a release, of this thread and of those it has waited for at a barrier of the block, is there for
 // whoever has acquired what it released.
 __device__ __forceinline__ int load_acquire(const char* address) {

@@ -31,18 +31,24 @@ struct Tile {
     }
 };
 
-// Offsets in a tile from which a lane feeds ldmatrix_x4.
+// Offsets in a tile from which a lane feeds ldmatrix_x4, from a chunk on: an even one, below the steps to be made.
 // A operand, 16 x 16; also, transposed, a 16 (rows) x 16 (columns) B operand.
 template <int COLUMNS>
-__device__ __forceinline__ uint32 lane_of_a() {
+__device__ __forceinline__ uint32 lane_of_a(int chunk = 0) {
     uint32 lane = lane_index();
-    return Tile<COLUMNS>::offset(lane % 16, lane / 16);
+    return Tile<COLUMNS>::offset(lane % 16, lane / 16 + chunk);
 }
-// Two B operands side by side, 8 rows each, 16 columns.
+// Two B operands side by side, 8 rows each, 16 columns; also, transposed, an A operand of 16 (columns) x 16 (rows).
 template <int COLUMNS>
-__device__ __forceinline__ uint32 lane_of_b() {
+__device__ __forceinline__ uint32 lane_of_b(int chunk = 0) {
     uint32 lane = lane_index();
-    return Tile<COLUMNS>::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    return Tile<COLUMNS>::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 + chunk);
+}
+// Where a lane writes its two neighbours of an accumulator, as 16-bit elements.
+template <int COLUMNS>
+__device__ __forceinline__ uint32 lane_of_pair(int chunk = 0) {
+    uint32 lane = lane_index();
+    return Tile<COLUMNS>::offset(lane / 4, chunk) + lane % 4 * 4;
 }
 
 // Copies rows of an operand into a tile, THREADS together: cp.async, 16 bytes a thread and instruction. What lies
@@ -111,14 +117,15 @@ __device__ __forceinline__ void multiply_transposed(float (&scores)[BLOCKS][N][4
     }
 }
 
-// out (16 BLOCKS x 8 N) += a (16 BLOCKS x 16) b, b the 16 rows of a tile that begin at ROW.
-template <typename Element, int BLOCKS, int N, int COLUMNS>
+// out (16 BLOCKS x 8 N) += a (16 BLOCKS x 16) b, b the 16 rows of a tile that begin at ROW; of its columns all, or 16
+// every STRIDE chunks.
+template <typename Element, int BLOCKS, int N, int COLUMNS, int STRIDE = 2>
 __device__ __forceinline__ void multiply_add(float (&out)[BLOCKS][N][4], const uint32 (&a)[BLOCKS][4], uint32 base,
                                              uint32 lane, int row) {
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
         uint32 b[4];
-        ldmatrix_x4_trans(b, base + Tile<COLUMNS>::step(lane, row, n));
+        ldmatrix_x4_trans(b, base + Tile<COLUMNS>::step(lane, row, n / 2 * STRIDE));
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
             mma_m16n8k16(Element{}, out[block][n], a[block], b[0], b[1]);

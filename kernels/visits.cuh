@@ -73,6 +73,14 @@ struct Visit {
     }
 };
 
+// The n-th visit of an item.
+template <typename Args>
+__device__ __forceinline__ Visit visit_at(const Args& args, const Item& item, int n) {
+    const int span = item.end - item.first, start = item.start_head * span + item.start - item.first;
+    const int place = n < item.visits - start ? start + n : start + n - item.visits;
+    return {place / span, item.first + place % span};
+}
+
 // How many blocks add to dq of this tile of queries before this one. The first stores instead.
 template <typename Args>
 __device__ __forceinline__ int turn_of(const Args& args, const Mask& mask, const Item& item, const Visit& visit) {

@@ -70,9 +70,9 @@ def emulator():
 def engine(request):
     """Each engine: its name, with ``name`` and ``xp`` as attributes.
 
-    On a GPU `cuflash.forward` then runs the portable engine, or, for "sm90", what the plan chooses on Hopper: the
-    sm90 engine for what it takes, not all that a test asks for. A module may also ask for "emulated portable" and
-    "emulated sm90": the kernels of either, run on NumPy arrays.
+    On a GPU `cuflash.forward` and `cuflash.backward` then run the portable engine, or, for "sm90", what the plan
+    chooses on Hopper: the sm90 engine for what it takes, not all that a test asks for. A module may also ask for
+    "emulated portable" and "emulated sm90": the kernels of either, run on NumPy arrays.
     """
     name = request.param.removeprefix("emulated ")
     with pytest.MonkeyPatch.context() as patch:
@@ -80,20 +80,29 @@ def engine(request):
             yield Engine("numpy", np)
         elif name != request.param:
             emulator = request.getfixturevalue("emulator")
-            patch.setattr(cuflash, "forward", lambda *q, **given: emulator.Emulator(engine=name).forward(*q, **given))
+
+            def emulated(function):
+                return lambda *arrays, **given: getattr(emulator.Emulator(engine=name), function)(*arrays, **given)
+
+            for function in ("forward", "backward"):
+                patch.setattr(cuflash, function, emulated(function))
             patch.setattr(testing, "_path", lambda path, array: path or f"portable {array.dtype.name}")
             yield Engine("emulated", np)
         else:
-            gpu, forward = request.getfixturevalue("gpu"), cuflash.forward
+            gpu = request.getfixturevalue("gpu")
             if name == "sm90" and (obstacle := _plan.not_hopper(_launch.limits(0))):
                 pytest.skip(NO_HOPPER + obstacle)
 
-            def chosen(q, *arrays, engine=None, **given):
-                if not isinstance(q, np.ndarray) and engine in (None, name):
-                    engine = "portable" if name == "portable" else None
-                return forward(q, *arrays, engine=engine, **given)
+            def chosen(function):
+                def call(q, *arrays, engine=None, **given):
+                    if not isinstance(q, np.ndarray) and engine in (None, name):
+                        engine = "portable" if name == "portable" else None
+                    return function(q, *arrays, engine=engine, **given)
 
-            patch.setattr(cuflash, "forward", chosen)
+                return call
+
+            for function in ("forward", "backward"):
+                patch.setattr(cuflash, function, chosen(getattr(cuflash, function)))
             yield Engine(name, gpu)
 
 

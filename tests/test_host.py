@@ -19,7 +19,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import _compile, _launch, _masks, _plan, _problem, _variant, testing
+from cuflash import _compile, _launch, _masks, _plan, _problem, _variant, bounds, reference, testing
 from cuflash._dtypes import ELEMENTS
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
@@ -36,7 +36,7 @@ class DeviceArray:
 
     def __init__(self, host, device=0):
         self.host, self.number = host, device
-        self.data = SimpleNamespace(ptr=host.ctypes.data, device_id=device)
+        self.data = SimpleNamespace(ptr=host.ctypes.data, device_id=device, memset_async=self.fill)
         self.device = SimpleNamespace(id=device)
 
     def __getattr__(self, name):
@@ -46,7 +46,15 @@ class DeviceArray:
         return DeviceArray(self.host[index])
 
     def __setitem__(self, index, value):
-        self.host[index] = value.host
+        self.host[index] = getattr(value, "host", value)
+
+    def __iadd__(self, other):
+        self.host += other.host
+        return self
+
+    def fill(self, value, size, stream):
+        assert self.host.flags.c_contiguous and (value, size) == (0, self.host.nbytes)
+        self.host[...] = 0
 
     def transpose(self, axes):
         return DeviceArray(self.host.transpose(axes))
@@ -58,7 +66,7 @@ def multiply(x, factor, out, dtype):
 
 PRETENDED = SimpleNamespace(
     ndarray=DeviceArray,
-    empty=lambda shape, dtype: DeviceArray(np.full(shape, np.nan, dtype)),
+    empty=lambda shape, dtype: DeviceArray(np.full((*shape, dtype.itemsize), 0xFF, np.uint8).view(dtype)[..., 0]),
     multiply=multiply,
     broadcast_to=lambda x, shape: DeviceArray(np.broadcast_to(x.host, shape)),
     cuda=SimpleNamespace(
@@ -90,6 +98,8 @@ def memory(address, shape, strides, dtype):
 
 def python_kernel(variant, written):
     """What a kernel of ``variant`` does, in float64 and without tiles of keys. Notes the rows it writes."""
+    if variant.backward:
+        return python_backward_kernel(variant, written)
     element, mask = ELEMENTS[variant.element], variant.mask
 
     def kernel(grid, threads, arguments, shared_mem):
@@ -145,6 +155,94 @@ def python_kernel(variant, written):
     return kernel
 
 
+def python_backward_kernel(variant, written):
+    """The same of a kernel of backward. The one in the middle notes the heads of keys that it writes."""
+    element, main = ELEMENTS[variant.element], variant.kernel in ("backward", "backward_sm90")
+
+    def kernel(grid, threads, arguments, shared_mem):
+        assert threads == (32 * variant.warps,) and shared_mem <= variant.shared_bytes and not main
+        run(grid, arguments)
+
+    def cooperative(grid, threads, arguments, shared_mem, stream, together):
+        assert (threads, shared_mem) == ((32 * variant.warps,), variant.shared_bytes) and main and together
+        run(grid, arguments)
+
+    def run(grid, arguments):
+        (packed,) = arguments
+        args = np.frombuffer(bytes(packed), variant.args)[0]
+        args = {name: args[name].item() for name in variant.args.names if not name.endswith("_map")}
+        tiles, key_heads = args["key_tiles"], args["heads"] // args["group"]
+        batches = args["items"] // (tiles * key_heads)
+        padded = args["query_tiles"] * args["tile_q"]
+        heads = batches * args["heads"]
+        f32 = np.dtype(np.float32)
+
+        def rows(name, shape):
+            return memory(args[name], shape, np.empty(shape, np.int32).strides, f32)
+
+        def matrix(name, place, length, dim):
+            *outer, row = args[f"{name}_strides"]
+            dtype = f32 if args.get(f"{name}_wide") else element.dtype
+            address = args[name] + sum(n * stride for n, stride in zip(place, outer, strict=True))
+            return memory(address, (length, dim), (row, dtype.itemsize), dtype)
+
+        queries, keys, head_dim, value_dim = (args[n] for n in ("queries", "keys", "head_dim", "value_dim"))
+        row_lse, row_delta = rows("row_lse", (heads, padded)), rows("row_delta", (heads, padded))
+        turns = memory(args["turns"], (32,), (4,), np.dtype(np.int32))
+        sums = rows("dq_sum", (heads, padded // 64, args["columns"] // 8, 4, 8, 4, 2, 2))
+        i, j = np.arange(queries)[:, None], np.arange(keys)
+        seen = (j >= i + args["first_shift"]) & (j < i + args["end_shift"])
+        assert args["cyclic"] <= seen.all() and 1 <= args["chunk"] <= tiles
+        if main:
+            assert (turns == 0).all() and grid[0] <= args["items"]
+            assert not memory(args["suspects"], (args["items"],), (4,), np.dtype(np.int32)).any()
+            turns[0] = args["items"]
+            assert variant.hopper or args["chunk"] <= max(grid[0], 1)
+        for batch, key_head in np.ndindex(batches, key_heads):
+            place = *divmod(batch, args["batches1"]), key_head
+            k, v = matrix("k", place, keys, head_dim), matrix("v", place, keys, value_dim)
+            dk, dv = np.zeros(k.shape), np.zeros(v.shape)
+            for head in range(key_head * args["group"], (key_head + 1) * args["group"]):
+                linear, place = batch * args["heads"] + head, (*place[:2], head)
+                q, dout = matrix("q", place, queries, head_dim), matrix("dout", place, queries, value_dim)
+                if variant.kernel == "backward_rows":
+                    out = matrix("out", place, queries, value_dim)
+                    lse = rows("lse", (heads, queries))[linear]
+                    dead = (lse == -np.inf) | ~seen.any(1)
+                    delta = (dout.astype(np.float64) * out.astype(np.float64)).sum(1)
+                    delta -= rows("dlse", (heads, queries))[linear] if args["dlse"] else 0
+                    row_lse[linear, :], row_delta[linear, :] = np.inf, 0
+                    row_lse[linear, :queries] = np.where(dead, np.inf, lse * np.log2(np.e))
+                    row_delta[linear, :queries] = np.where(dead, 0, delta)
+                elif main:
+                    q, dout, wide_k, wide_v = (x.astype(np.float64) for x in (q, dout, k, v))
+                    exponent = args["scale_log2"] * (q @ wide_k.T) - row_lse[linear, :queries, None]
+                    p = np.where(seen, np.exp2(exponent), 0)
+                    ds = np.where(seen, p * (dout @ wide_v.T - row_delta[linear, :queries, None]), 0)
+                    dk += args["scale"] * ds.T @ q
+                    dv += p.T @ dout
+                    dq = np.zeros((padded, args["columns"]))
+                    dq[:queries, :head_dim] = ds @ wide_k
+                    blocks = dq.reshape(padded // 64, 4, 2, 8, -1, 4, 2)  # rows: block, half, g; columns: block, t, e
+                    sums[linear] = blocks.transpose(0, 4, 1, 3, 5, 2, 6)
+                else:
+                    dq = sums[linear].transpose(0, 2, 5, 3, 1, 4, 6)
+                    dq = dq.reshape(padded, args["columns"])[:queries, :head_dim]
+                    matrix("dq", place, queries, head_dim)[...] = args["scale"] * dq
+            if main:
+                place = *place[:2], key_head
+                matrix("dk", place, keys, head_dim)[...], matrix("dv", place, keys, value_dim)[...] = dk, dv
+                written.append((batch, key_head))
+        for name, dim in (("dq", head_dim), ("dk", head_dim), ("dv", value_dim)):
+            size = 4 if args[f"{name}_wide"] else element.itemsize
+            strides = args[f"{name}_strides"]
+            assert not dim or args[name] % 16 == 0
+            assert dim * size % 16 == 0 or max(queries, keys) == 1 or strides[3] >= -(-dim * size // 16) * 16
+
+    kernel.kernel = cooperative
+    return kernel
+
+
 SMALL = {"max_length": 40, "max_head_dim": 40, "dtypes": ("float32", "float16", "bfloat16", "float64")}
 
 
@@ -175,6 +273,80 @@ def test_a_gpu_call_writes_out_with_any_strides(recipe, layout):
         out = DeviceArray(testing.lay_out(np.zeros(wanted.shape, wanted.dtype), layout))
         assert cuflash.forward(q, k, v, out=out, **recipe.keywords) is out
     assert np.array_equal(out.host, wanted.host, equal_nan=True)
+
+
+SIXTEEN_BIT = {**SMALL, "dtypes": ("float16", "bfloat16")}
+
+
+@settings(max_examples=400)
+@given(
+    testing.problems(**SIXTEEN_BIT), st.sampled_from(sorted(_plan.KNOWN)), st.integers(1, 3), st.booleans(),
+    st.sampled_from(("contiguous", "swapped", "offset", "strided", "stretched")),
+)  # fmt: skip
+def test_a_backward_call_reads_and_writes_the_right_rows(recipe, capability, processors, with_dlse, layout):
+    hosts = recipe.arrays()
+    out, lse = reference_forward(recipe, hosts)
+    dout, dlse = recipe.dout(), recipe.normal(4, lse.shape).astype(np.float32)
+    if layout == "stretched":
+        dout = np.broadcast_to(dout[..., :1, :], dout.shape)
+    elif dout.ndim >= 3:
+        dout = testing.lay_out(dout, layout)
+        lse = testing.lay_out(lse[..., None], layout)[..., 0]
+    q, k, v, dout, out, lse, dlse = (DeviceArray(x) for x in (*hosts, dout, out, lse, dlse))
+    more = {"dlse": dlse} if with_dlse else {}
+    limits = replace(_plan.KNOWN[capability], nvrtc=OLDER.nvrtc, processors=processors)
+    with pretended_gpu(limits) as written:
+        for again in (False, True):  # the second call is a prepared one
+            assert again == (len(_launch._calls) == 1)
+            written.clear()
+            grads = cuflash.backward(dout, q, k, v, out, lse, **more, **recipe.keywords)
+            assert len(set(written)) == len(written)
+            exact = bounds.backward(
+                dout.host, *hosts, path=f"portable {recipe.dtype}", dlse=dlse.host if with_dlse else None,
+                **recipe.keywords,
+            )  # fmt: skip
+            assert bounds.worst([grad.host for grad in grads], exact) <= 1
+    for grad, x in zip(grads, hosts, strict=True):
+        like = np.empty_like(x)
+        assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
+        if x.size and 0 not in x.strides and min(x.strides, default=1) > 0:
+            order = np.argsort([-s for s in x.strides], kind="stable")
+            assert grad.host.transpose(order).flags.c_contiguous, (grad.strides, like.strides)
+
+
+def reference_forward(recipe, arrays):
+    out, lse = reference.forward(*arrays, **recipe.keywords)
+    return out.astype(arrays[0].dtype), lse.astype(np.float32)
+
+
+@settings(max_examples=100)
+@given(testing.problems(**SIXTEEN_BIT), st.lists(st.sampled_from(testing.LAYOUTS), min_size=3, max_size=3))
+def test_a_backward_call_writes_gradients_with_any_strides(recipe, layouts):
+    hosts = recipe.arrays()
+    out, lse = reference_forward(recipe, hosts)
+    arrays = [DeviceArray(x) for x in (recipe.dout(), *hosts, out, lse)]
+    layouts = [layout for layout in layouts if layout not in ("broadcast", "missing")]
+    with pretended_gpu():
+        wanted = cuflash.backward(*arrays, **recipe.keywords)
+        assume(len(layouts) == 3 and all(x.size for x in wanted))
+        grads = [testing.lay_out(np.zeros(x.shape, x.dtype), layout) for x, layout in zip(wanted, layouts, strict=True)]
+        grads = [DeviceArray(x) for x in grads]
+        assert cuflash.backward(*arrays, grads=grads, **recipe.keywords) == tuple(grads)
+        with pytest.raises(ValueError, match="backward: dk shares memory with"):
+            cuflash.backward(*arrays, grads=(grads[0], arrays[2], grads[2]), **recipe.keywords)
+        other = DeviceArray(np.zeros_like(wanted[1].host))
+        cuflash.backward(*arrays, grads=(grads[0], other, grads[2]), **recipe.keywords)
+        with pytest.raises(ValueError, match="backward: dk shares memory with k"):  # on a prepared call too
+            cuflash.backward(*arrays, grads=(grads[0], arrays[2], grads[2]), **recipe.keywords)
+    assert all(np.array_equal(x.host, y.host, equal_nan=True) for x, y in zip(grads, wanted, strict=True))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
+def test_parts_are_summed_along_axes(shape, data):
+    axes = data.draw(st.sets(st.integers(0, len(shape) - 1)))
+    parts = np.random.default_rng(0).integers(-9, 9, shape).astype(np.float32)
+    wanted = parts.sum(axis=tuple(axes), keepdims=True)
+    assert np.array_equal(_launch._summed(parts, sorted(axes)), wanted)
 
 
 def test_a_prepared_call_is_not_used_for_another_problem():
@@ -580,9 +752,14 @@ def test_an_empty_out_is_legal(shape):
     assert cuflash.forward(x(batch, heads, queries, 8), k, x(batch, 2, 5, value_dim), out=out) is out
 
 
-@pytest.mark.parametrize("function, count", [("backward", 6), ("decode", 3)])
-def test_no_gpu_kernel_yet(function, count):
-    sentence = f"{function}: has no GPU kernel yet; wanted NumPy arrays, such as those of cupy.asnumpy"
+@pytest.mark.parametrize(
+    "function, count, sentence",
+    [
+        ("backward", 6, "has no GPU kernel for float32 yet; wanted float16 or bfloat16, or NumPy arrays"),
+        ("decode", 3, "has no GPU kernel yet; wanted NumPy arrays, such as those of cupy.asnumpy"),
+    ],
+)
+def test_no_gpu_kernel_yet(function, count, sentence):
     arrays = [on_gpu(1, 1, 4, 8) for _ in range(count)]
     if function == "backward":
         arrays[5] = on_gpu(1, 1, 4)
@@ -590,7 +767,7 @@ def test_no_gpu_kernel_yet(function, count):
         for call in (getattr(cuflash, function), lambda *arrays: cuflash.explain(function, *arrays)):
             with pytest.raises(NotImplementedError) as error:
                 call(*arrays)
-            assert str(error.value) == sentence
+            assert str(error.value) == f"{function}: {sentence}"
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_a_function_without_a_kernel_runs_on_the_cpu_and_says_so(monkeypatch, ca
     monkeypatch.setattr(job, "describe", lambda cupy, reason: [])
     monkeypatch.setattr(job, "measure", measure)
     assert job.main(["--length", "80", "--heads", "2"]) == 0
-    assert "no GPU kernel for backward yet: on the CPU, smaller" in capsys.readouterr().out
+    assert "no GPU kernel for backward in float32 yet: on the CPU, smaller" in capsys.readouterr().out
 
 
 def test_an_engine_that_is_not_here_is_refused(monkeypatch, capsys):

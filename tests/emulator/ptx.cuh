@@ -100,9 +100,18 @@ inline void add_global(char* address, float value, Site here = HERE) {
     emulator::pause("add_global", here);
     store_global(address, load_global<float>(address, here) + value, here);
 }
+template <bool VECTORS>
+void add_global(char* address, const float (&values)[4], Site here = HERE) {
+    if (VECTORS) emulator::check_global(address, 16, 16, emulator::WRITES, here);
+    for (int n = 0; n < 4; ++n) add_global(address + n * sizeof(float), values[n], here);
+}
 // Memory is in order here. Whoever acquires in a spin lets others run.
 inline int load_acquire(const char* address, Site here = HERE) {
     emulator::pause("load_acquire", here);
+    return load_global<int>(address, here);
+}
+inline int load_relaxed(const char* address, Site here = HERE) {
+    emulator::pause("load_relaxed", here);
     return load_global<int>(address, here);
 }
 inline void add_release(char* address, int value, Site here = HERE) {

@@ -1,0 +1,451 @@
+// dk and dv, and the sums that dq is made of, for 16-bit elements, on any GPU since sm_80.
+//
+//   p = exp2(scale_log2 q k^T - row_lse)                  (queries, keys)
+//   ds = p (dout v^T - row_delta)                         row_delta = sum(dout out) - dlse, of each row
+//   dv = p^T dout    dk = scale ds^T q    dq = scale ds k
+//
+// A block owns TILE_K keys of a key head and visits the tiles of TILE_Q query rows that see some of them, of all heads of
+// the group. Scores are computed transposed, a warp's rows being keys: then p^T and ds^T leave the tensor cores in the
+// layout of the A operands of dv and dk, which stay in registers from the first visit to the last. A warp owns KEY_ROWS
+// keys. Where dk and dv of these are too wide for its registers, MATES warps own them: each has a part of the queries
+// while scores are computed, a part of the columns while dk and dv are, and p^T goes from one to the other through shared
+// memory. ds^T always does: dq of the tile takes it from all warps, and goes to memory at once, to be added to what other
+// blocks have for these rows, in a fixed order (visits.cuh). q and dout come by cp.async: with two STAGES the next tile
+// arrives while one is worked on, with one while dq is.
+//
+// What limits speed: shared memory reads about as much as the tensor cores, and what either waits for between the two
+// barriers of a visit. A warp's B operand serves 32 rows, so that a product reads 128 bytes for each of the 128 clocks
+// ... 
+#include "mask.cuh"
+#include "place.cuh"
+#include "ptx.cuh"
+#include "tile.cuh"
+#include "visits.cuh"
+
+namespace cuflash {
+
+constexpr int THREADS = WARP * WARPS;
+constexpr int KEY_ROWS = TILE_K < 32 ? TILE_K : 32;  // of one warp
+constexpr int BLOCKS = KEY_ROWS / 16;                // of 16 rows, one A operand each
+constexpr int KEY_WARPS = TILE_K / KEY_ROWS;
+constexpr int MATES = WARPS / KEY_WARPS;                       // warps that own the same keys
+constexpr int QUERIES = MATES == 1 ? 32 : TILE_Q / MATES;      // whose scores a warp has at a time
+constexpr int PARTS = TILE_Q / MATES / QUERIES;
+
+static_assert(TILE_Q % 64 == 0, "TILE_Q: whole blocks of 64 rows of dq_sum");
+static_assert(TILE_K % KEY_ROWS == 0 && KEY_ROWS % 16 == 0, "TILE_K: 16 keys, or a multiple of 32");
+static_assert(WARPS % KEY_WARPS == 0, "WARPS: as many for each 32 keys");
+static_assert(QUERIES % 16 == 0 && PARTS * QUERIES * MATES == TILE_Q, "TILE_Q: whole steps of 16 queries for a warp");
+static_assert(HEAD_DIM % (16 * MATES) == 0 && VALUE_DIM % (16 * MATES) == 0, "WARPS: 16 columns of dk and dv for each");
+
+// dq of the tile: rows and columns of one warp.
+constexpr int DQ_ROWS = HEAD_DIM % (16 * WARPS * 32 / TILE_Q) == 0 ? 32 : 16;
+constexpr int DQ_BLOCKS = DQ_ROWS / 16;
+constexpr int DQ_MATES = WARPS * DQ_ROWS / TILE_Q;  // warps that share rows
+constexpr int DQ_COLUMNS = HEAD_DIM / DQ_MATES;
+static_assert(DQ_MATES > 0 && HEAD_DIM % (16 * DQ_MATES) == 0, "WARPS: 16 columns of dq for each");
+
+using QueryTile = Tile<HEAD_DIM>;
+using KeyTile = Tile<HEAD_DIM>;
+using ValueTile = Tile<VALUE_DIM>;  // of v and dout
+using PairTile = Tile<TILE_Q>;      // of p^T and ds^T: a row for each key
+
+constexpr int LISTED = 2 * WARP;  // visits
+
+// What a block is working on.
+struct alignas(16) Work {
+    const char *q, *dout;  // row 0 of the group's first head
+    int64 first_tile;      // tile 0 of that head, among those of all heads
+};
+// A visit, looked up beforehand.
+struct alignas(16) Listed {
+    Visit visit;
+    int turn;
+    int plain;  // whether every row sees every key
+};
+struct alignas(8) Two {
+    float values[2];
+};
+
+struct alignas(16) Four {
+    float values[4];
+};
+
+struct Shared {
+    char keys[TILE_K * KeyTile::PITCH];  // at an item's end dk and dv take their places
+    char values[TILE_K * ValueTile::PITCH];
+    char queries[STAGES][TILE_Q * QueryTile::PITCH];
+    char douts[STAGES][TILE_Q * ValueTile::PITCH];
+    char slopes[TILE_K * PairTile::PITCH];                    // ds^T
+    char weights[MATES > 1 ? TILE_K * PairTile::PITCH : 16];  // p^T
+    float rows[STAGES][2][TILE_Q];                            // row_lse, row_delta
+    Listed list[LISTED];
+    Work work;
+    int next;  // item
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles and lists take");
+constexpr int KEY_START = OFFSET_OF(Shared, keys), VALUE_START = OFFSET_OF(Shared, values);
+constexpr int QUERY_START = OFFSET_OF(Shared, queries), DOUT_START = OFFSET_OF(Shared, douts);
+constexpr int SLOPE_START = OFFSET_OF(Shared, slopes), WEIGHT_START = OFFSET_OF(Shared, weights);
+constexpr int ROW_START = OFFSET_OF(Shared, rows), LIST_START = OFFSET_OF(Shared, list);
+constexpr int WORK_START = OFFSET_OF(Shared, work), NEXT_START = OFFSET_OF(Shared, next);
+
+struct Args {
+    const char *q, *k, *v, *dout, *out, *lse, *dlse;
+    char *dq, *dk, *dv, *row_lse, *row_delta, *dq_sum, *turns, *suspects;
+    Strides q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, dk_strides, dv_strides;
+    int queries, keys, heads, group, head_dim, value_dim, batches1, first_shift, end_shift;
+    int query_tiles, key_tiles, cyclic, chunk, items, tile_q, tile_k, columns, parts, clear;
+    int dq_wide, dk_wide, dv_wide, boxes;
+    float scale, scale_log2;
+};
+template struct ArgsLayout<Args>;
+
+constexpr int TICKET = 0, COARSE = 1, FIRST_TURN = 32;  // int32s of `turns`
+
+using Scores = float[BLOCKS][QUERIES / 8][4];
+using Pairs = uint32[QUERIES / 16][BLOCKS][4];  // the same of 16 bits: A operands
+
+__device__ __forceinline__ Visit listed_visit(uint32 shared, int n) {
+    return load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed)).visit;
+}
+// The tile of a visit among those of all heads.
+__device__ __forceinline__ int64 tile_of(const Args& args, uint32 shared, const Visit& visit) {
+    return load_shared<Work>(shared + WORK_START).first_tile + visit.head * args.query_tiles + visit.tile;
+}
+__device__ __forceinline__ char* turn_counter(const Args& args, int64 tile) {
+    return args.turns + (FIRST_TURN + tile) * sizeof(int);
+}
+
+// A warp looks up 32 visits at once, one a lane.
+__device__ __forceinline__ void list_visits(const Args& args, const Mask& mask, const Item& item, uint32 shared, int n) {
+    n += lane_index();
+    if (n >= item.visits) return;
+    Listed listed;
+    listed.visit = visit_at(args, item, n);
+    listed.turn = turn_of(args, mask, item, listed.visit);
+    const int row = listed.visit.tile * TILE_Q, last_row = clamp(row + TILE_Q, 0, args.queries) - 1;
+    const int key = item.key_tile * TILE_K;
+    const bool coarse = load_global<int>(args.turns + COARSE * sizeof(int)) != 0;
+    listed.plain = !coarse && mask.first_key(last_row) <= key && mask.end_key(row) >= key + TILE_K;
+    store_shared(shared + LIST_START + n % LISTED * sizeof(Listed), listed);
+}
+
+// Tiles of q and dout of the n-th visit, and what their rows bring along.
+__device__ __forceinline__ void load_rows(const Args& args, uint32 shared, int n) {
+    const Visit visit = listed_visit(shared, n);
+    const Work work = load_shared<Work>(shared + WORK_START);
+    const int stage = n % STAGES, row = visit.tile * TILE_Q;
+    TileCopy<TILE_Q, HEAD_DIM, THREADS>::copy(
+        shared + QUERY_START + stage * (TILE_Q * QueryTile::PITCH),
+        work.q + visit.head * args.q_strides.head + row * args.q_strides.row, args.q_strides.row, args.head_dim, 0,
+        args.queries - row);
+    TileCopy<TILE_Q, VALUE_DIM, THREADS>::copy(
+        shared + DOUT_START + stage * (TILE_Q * ValueTile::PITCH),
+        work.dout + visit.head * args.dout_strides.head + row * args.dout_strides.row, args.dout_strides.row,
+        args.value_dim, 0, args.queries - row);
+    constexpr int CHUNKS = TILE_Q * sizeof(float) / CHUNK;
+    const int thread = fresh_thread_index();
+    if (thread < 2 * CHUNKS) {
+        const char* from = thread < CHUNKS ? args.row_lse : args.row_delta;
+        cp_async_16(shared + ROW_START + stage * (2 * TILE_Q * sizeof(float)) + thread * CHUNK,
+                    from + tile_of(args, shared, visit) * (TILE_Q * sizeof(float)) + thread % CHUNKS * CHUNK, true);
+    }
+}
+
+// p^T and ds^T from the products; `rows` is where row_lse of this thread's first column lies. Where not PLAIN, what a key
+// does not see is selected to 0, and exponents are at most 0, as they are but for a coarse lse.
+template <bool PLAIN>
+__device__ __forceinline__ void weigh(Pairs& weights, Pairs& slopes, const Scores& scores, const Scores& products,
+                                      uint32 rows, const Args& args, const Mask& mask, int key, int row) {
+    const int column = lane_index() % 4 * 2;
+    int first[BLOCKS][2], end[BLOCKS][2];
+    if (!PLAIN) {
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int j = key + 16 * block + 8 * half + lane_index() / 4;
+                first[block][half] = mask.first_query(j, args.queries) - row - column;
+                end[block][half] = j < args.keys ? mask.end_query(j, args.queries) - row - column : 0;
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < QUERIES / 8; ++n) {
+        const Two lse = load_shared<Two>(rows + 8 * n * sizeof(float));
+        const Two delta = load_shared<Two>(rows + (TILE_Q + 8 * n) * sizeof(float));
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float p[2], ds[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const float s = scores[block][n][2 * half + e], dp = products[block][n][2 * half + e];
+                    const float exponent = fused_multiply_add(s, args.scale_log2, -lse.values[e]);
+                    if (PLAIN) {
+                        p[e] = ex2_approx(exponent);
+                        ds[e] = p[e] * (dp - delta.values[e]);
+                    } else {
+                        const bool seen = 8 * n + e >= first[block][half] && 8 * n + e < end[block][half];
+                        p[e] = seen ? ex2_approx(exponent > 0.0f ? 0.0f : exponent) : 0.0f;  // NaN stays NaN
+                        ds[e] = seen ? p[e] * (dp - delta.values[e]) : 0.0f;
+                    }
+                }
+                weights[n / 2][block][n % 2 * 2 + half] = cvt_pair(Element{}, p[0], p[1]);
+                slopes[n / 2][block][n % 2 * 2 + half] = cvt_pair(Element{}, ds[0], ds[1]);
+            }
+        }
+    }
+}
+
+// Writes A operands to the tile they are part of; `lane` is where their first element goes.
+__device__ __forceinline__ void store_pairs(uint32 base, uint32 lane, const Pairs& pairs) {
+#pragma unroll
+    for (int n = 0; n < QUERIES / 8; ++n) {
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                store_shared(base + PairTile::step(lane, 16 * block + 8 * half, n), pairs[n / 2][block][n % 2 * 2 + half]);
+            }
+        }
+    }
+}
+
+// sums (KEY_ROWS x this warp's columns) += pairs (KEY_ROWS x TILE_Q) rows (TILE_Q x COLUMNS), both tiles.
+template <int COLUMNS>
+__device__ __forceinline__ void add_product(float (&sums)[BLOCKS][COLUMNS / 8 / MATES][4], uint32 pairs, uint32 rows,
+                                            uint32 lane_pairs, uint32 lane_rows) {
+#pragma unroll
+    for (int step = 0; step < TILE_Q / 16; ++step) {
+        uint32 a[BLOCKS][4];
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+            ldmatrix_x4(a[block], pairs + PairTile::step(lane_pairs, 16 * block, 2 * step));
+        }
+        multiply_add<Element, BLOCKS, COLUMNS / 8 / MATES, COLUMNS, 2 * MATES>(sums, a, rows, lane_rows, 16 * step);
+    }
+}
+
+// The warp's part of a gradient of the block's keys: 16-bit elements to the tile at `base`, from which rows leave in
+// whole chunks, or floats to where they belong.
+template <int COLUMNS>
+__device__ __forceinline__ void put(const float (&sums)[BLOCKS][COLUMNS / 8 / MATES][4], float factor, uint32 base,
+                                    char* wide, int64 stride, int dim, int keys, char* suspect) {
+    const int lane = lane_index(), key_row = warp_index() / MATES * KEY_ROWS, mate = warp_index() % MATES;
+    float finite = 0.0f;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = key_row + 16 * block + 8 * half + lane / 4;
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 8 / MATES; ++n) {
+                const int chunk = n / 2 * 2 * MATES + 2 * mate + n % 2;
+                const float low = sums[block][n][2 * half] * factor, high = sums[block][n][2 * half + 1] * factor;
+                if (r < keys) finite += (low - low) + (high - high);
+                if (wide == nullptr) {
+                    store_shared(base + Tile<COLUMNS>::offset(r, chunk) + lane % 4 * 4, cvt_pair(Element{}, low, high));
+                } else if (r < keys && 8 * chunk + lane % 4 * 2 < dim) {
+                    store_global(wide + r * stride + (8 * chunk + lane % 4 * 2) * sizeof(float), Two{{low, high}});
+                }
+            }
+        }
+    }
+    if (finite != 0.0f) store_global(suspect, 1);
+}
+template <int COLUMNS>
+__device__ __forceinline__ void store_rows(uint32 base, char* rows, int64 stride, int dim, int keys) {
+    using Shape = Tile<COLUMNS>;
+    for (int n = fresh_thread_index(); n < TILE_K * Shape::CHUNKS; n += THREADS) {
+        const int r = n / Shape::CHUNKS, chunk = n % Shape::CHUNKS;
+        if (r < keys && chunk * CHUNK_ELEMENTS < dim) {
+            store_global(rows + r * stride + chunk * CHUNK, load_shared<Vector16>(base + Shape::offset(r, chunk)));
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_backward(const __grid_constant__ Args args) {
+    const uint32 shared = shared_memory();
+    const Mask mask(args.keys, args.first_shift, args.end_shift);
+    const bool first_thread = fresh_thread_index() == 0;
+    auto draw = [&] {
+        if (first_thread) store_shared(shared + NEXT_START, atomic_add(args.turns + TICKET * sizeof(int), 1));
+    };
+
+    const int warp = uniform(warp_index()), mate = warp % MATES, key_row = warp / MATES * KEY_ROWS;
+    const int dq_mate = warp % DQ_MATES, dq_row = warp / DQ_MATES * DQ_ROWS;
+    // Where this lane finds, in their tiles: the warp's keys as A operands, its queries as B operands;
+    const uint32 lane_k = lane_of_a<HEAD_DIM>() + KEY_START + key_row * KeyTile::PITCH;
+    const uint32 lane_v = lane_of_a<VALUE_DIM>() + VALUE_START + key_row * ValueTile::PITCH;
+    const uint32 lane_q = lane_of_b<HEAD_DIM>() + mate * (PARTS * QUERIES) * QueryTile::PITCH;
+    const uint32 lane_dout = lane_of_b<VALUE_DIM>() + mate * (PARTS * QUERIES) * ValueTile::PITCH;
+    // the columns it has of dk and dv; its keys and queries of p^T and ds^T;
+    const uint32 lane_dk = lane_of_a<HEAD_DIM>(2 * mate), lane_dv = lane_of_a<VALUE_DIM>(2 * mate);
+    const uint32 lane_put = lane_of_pair<TILE_Q>(mate * (PARTS * QUERIES / 8)) + key_row * PairTile::PITCH;
+    const uint32 lane_pairs = lane_of_a<TILE_Q>() + key_row * PairTile::PITCH;
+    // its queries of ds^T and columns of k, for dq.
+    const uint32 lane_slopes = lane_of_b<TILE_Q>(dq_row / 8), lane_dq = lane_of_a<HEAD_DIM>(2 * dq_mate);
+
+    draw();
+    for (;;) {
+        sync_threads();  // the item is there, and all have left what is filled next
+        const int index = load_shared<int>(shared + NEXT_START);
+        if (index >= args.items) break;
+        int visits;
+        {
+            const Item item = locate_item(args, mask, index);
+            const int key = item.key_tile * TILE_K, head = item.key_head * args.group;
+            visits = uniform(item.visits);
+            if (visits > 0) {
+                if (first_thread) {
+                    store_shared(shared + WORK_START,
+                                 Work{args.q + args.q_strides.offset(item.batch0, item.batch1, head),
+                                      args.dout + args.dout_strides.offset(item.batch0, item.batch1, head),
+                                      (item.batch * args.heads + head) * args.query_tiles});
+                }
+                TileCopy<TILE_K, HEAD_DIM, THREADS>::copy(
+                    shared + KEY_START,
+                    args.k + args.k_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.k_strides.row,
+                    args.k_strides.row, args.head_dim, 0, args.keys - key);
+                TileCopy<TILE_K, VALUE_DIM, THREADS>::copy(
+                    shared + VALUE_START,
+                    args.v + args.v_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.v_strides.row,
+                    args.v_strides.row, args.value_dim, 0, args.keys - key);
+                if (warp == WARPS - 1) list_visits(args, mask, item, shared, 0);
+                sync_threads();  // the list is there
+                load_rows(args, shared, 0);
+            }
+            cp_async_commit_group();
+        }
+
+        float dk[BLOCKS][HEAD_DIM / 8 / MATES][4] = {}, dv[BLOCKS][VALUE_DIM / 8 / MATES][4] = {};
+        auto release = [&](int n) {
+            if (ORDERED && first_thread) add_release(turn_counter(args, tile_of(args, shared, listed_visit(shared, n))), 1);
+        };
+#pragma unroll 1
+        for (int n = 0; n < visits; ++n) {
+            cp_async_wait_group<0>();
+            sync_threads();  // the tiles are here for all warps, and all have left what is filled next
+            if (STAGES == 2 && n + 1 < visits) load_rows(args, shared, n + 1);
+            cp_async_commit_group();
+            if (n % WARP == WARP / 2 && warp == WARPS - 1) {
+                list_visits(args, mask, locate_item(args, mask, index), shared, n + WARP / 2);
+            }
+
+            const uint32 queries = shared + QUERY_START + n % STAGES * (TILE_Q * QueryTile::PITCH);
+            const uint32 douts = shared + DOUT_START + n % STAGES * (TILE_Q * ValueTile::PITCH);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                Scores scores, products;
+                multiply_transposed<Element, BLOCKS, QUERIES / 8, HEAD_DIM / 16, HEAD_DIM>(
+                    scores,
+                    [&](uint32(&a)[4], int block, int k) {
+                        ldmatrix_x4(a, shared + KeyTile::step(lane_k, 16 * block, 2 * k));
+                    },
+                    queries + part * QUERIES * QueryTile::PITCH, lane_q);
+                multiply_transposed<Element, BLOCKS, QUERIES / 8, VALUE_DIM / 16, VALUE_DIM>(
+                    products,
+                    [&](uint32(&a)[4], int block, int k) {
+                        ldmatrix_x4(a, shared + ValueTile::step(lane_v, 16 * block, 2 * k));
+                    },
+                    douts + part * QUERIES * ValueTile::PITCH, lane_dout);
+                if (part == PARTS - 1 && n > 0) release(n - 1);  // whose sums have long arrived
+
+                Pairs weights, slopes;
+                const Listed listed = load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed));
+                const int query = (mate * PARTS + part) * QUERIES;
+                const uint32 rows = shared + ROW_START + n % STAGES * (2 * TILE_Q * sizeof(float)) +
+                                    (query + lane_index() % 4 * 2) * sizeof(float);
+                if (listed.plain) {
+                    weigh<true>(weights, slopes, scores, products, rows, args, mask, 0, 0);
+                } else {
+                    weigh<false>(weights, slopes, scores, products, rows, args, mask,
+                                 locate_item(args, mask, index).key_tile * TILE_K + key_row,
+                                 listed.visit.tile * TILE_Q + query);
+                }
+                store_pairs(shared + SLOPE_START, PairTile::step(lane_put, 0, part * (QUERIES / 8)), slopes);
+                if constexpr (MATES > 1) {
+                    store_pairs(shared + WEIGHT_START, lane_put, weights);
+                } else {
+#pragma unroll
+                    for (int step = 0; step < QUERIES / 16; ++step) {
+                        multiply_add<Element, BLOCKS, VALUE_DIM / 8 / MATES, VALUE_DIM>(dv, weights[step], douts, lane_dv,
+                                                                                part * QUERIES + 16 * step);
+                    }
+#pragma unroll
+                    for (int step = 0; step < QUERIES / 16; ++step) {
+                        multiply_add<Element, BLOCKS, HEAD_DIM / 8 / MATES, HEAD_DIM>(dk, slopes[step], queries, lane_dk,
+                                                                              part * QUERIES + 16 * step);
+                    }
+                }
+            }
+            sync_threads();  // p^T and ds^T are here
+            if constexpr (MATES > 1) {
+                add_product<VALUE_DIM>(dv, shared + WEIGHT_START, douts, lane_pairs, lane_dv);
+                add_product<HEAD_DIM>(dk, shared + SLOPE_START, queries, lane_pairs, lane_dk);
+            }
+            if constexpr (STAGES == 1) {
+                sync_threads();  // all have left the tiles
+                if (n + 1 < visits) load_rows(args, shared, n + 1);
+                cp_async_commit_group();
+            }
+
+            const Listed listed = load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed));
+            const int64 tile = tile_of(args, shared, listed.visit);
+            int turns = ORDERED ? load_relaxed(turn_counter(args, tile)) : 1;  // back before the product ends
+            float dq[DQ_BLOCKS][DQ_COLUMNS / 8][4] = {};
+#pragma unroll
+            for (int step = 0; step < TILE_K / 16; ++step) {
+                uint32 a[DQ_BLOCKS][4];
+#pragma unroll
+                for (int block = 0; block < DQ_BLOCKS; ++block) {
+                    ldmatrix_x4_trans(a[block], shared + SLOPE_START + PairTile::step(lane_slopes, 16 * step, 2 * block));
+                }
+                multiply_add<Element, DQ_BLOCKS, DQ_COLUMNS / 8, HEAD_DIM, 2 * DQ_MATES>(dq, a, shared + KEY_START,
+                                                                                        lane_dq, 16 * step);
+            }
+            // Nothing is read that another block has written, so that no more is to be acquired: memory adds, and it has
+            // added what came before a counter that it shows.
+            while (ORDERED && turns < listed.turn) turns = load_relaxed(turn_counter(args, tile));
+            if (n + 1 == visits) draw();  // not before: a block that waits holds no item but its own
+            char* to = args.dq_sum + tile * (TILE_Q * HEAD_DIM * static_cast<int>(sizeof(float))) +
+                       (dq_row / 64 * (HEAD_DIM / 8) * 4 + 2 * dq_mate * 4 + dq_row % 64 / 16) * 512 + lane_index() * 16;
+            const bool first = ORDERED && listed.turn == 0;
+#pragma unroll
+            for (int m = 0; m < DQ_COLUMNS / 8; ++m) {
+#pragma unroll
+                for (int block = 0; block < DQ_BLOCKS; ++block) {
+                    char* place = to + ((m / 2 * 2 * DQ_MATES + m % 2) * 4 + block) * 512;
+                    if (first) {
+                        const float(&x)[4] = dq[block][m];
+                        store_global(place, Four{{x[0], x[1], x[2], x[3]}});
+                    } else {
+                        add_global<VECTOR_ADDS>(place, dq[block][m]);
+                    }
+                }
+            }
+        }
+
+        sync_threads();  // all have left the keys and added their last sums
+        if (visits == 0) draw();
+        if (visits > 0) release(visits - 1);
+        const Item item = locate_item(args, mask, index);  // again, rather than in registers all along
+        const int key = item.key_tile * TILE_K, keys = args.keys - key;
+        char* dk_rows = args.dk + args.dk_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.dk_strides.row;
+        char* dv_rows = args.dv + args.dv_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.dv_strides.row;
+        char* suspect = args.suspects +
+                        ((item.batch * (args.heads / args.group) + item.key_head) * args.key_tiles + item.key_tile) * sizeof(int);
+        put<HEAD_DIM>(dk, args.scale, shared + KEY_START, args.dk_wide ? dk_rows : nullptr, args.dk_strides.row,
+                      args.head_dim, keys, suspect);
+        put<VALUE_DIM>(dv, 1.0f, shared + VALUE_START, args.dv_wide ? dv_rows : nullptr, args.dv_strides.row,
+                       args.value_dim, keys, suspect);
+        sync_threads();  // the tiles are full
+        if (!args.dk_wide) store_rows<HEAD_DIM>(shared + KEY_START, dk_rows, args.dk_strides.row, args.head_dim, keys);
+        if (!args.dv_wide) store_rows<VALUE_DIM>(shared + VALUE_START, dv_rows, args.dv_strides.row, args.value_dim, keys);
+    }
+}
+
+}  // namespace cuflash
