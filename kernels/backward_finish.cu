@@ -2,8 +2,8 @@
 // dq, dk or dv is not finite, that row again by the careful path.
 //
 // Blocks of two kinds. The first own 64 rows of dq of a head, as the main kernel's accumulators left them (visits.cuh
-// says who did); they go through shared memory, so that rows leave in whole chunks of 16 bytes. The others own an item,
-// a tile of keys, and do nothing unless it is suspect. Memory limits both.
+// says who did): a warp takes 16 rows and 32 columns at a time. The others own an item, a tile of keys, and do nothing
+// unless it is suspect. Memory limits both.
 #include "backward_args.cuh"
 #include "careful_gradients.cuh"
 #include "mask.cuh"
@@ -15,23 +15,36 @@ namespace cuflash {
 constexpr int THREADS = WARP * WARPS;
 static_assert(TILE_Q == 64, "TILE_Q: the rows of a block of dq_sum");
 static_assert(WARPS % 4 == 0, "WARPS: as many for each 16 of the rows");
-static_assert(STAGES == 1, "STAGES: one tile");
-
-constexpr int FLAG_BYTES = 4 * TILE_Q;  // whether a row is spoilt
-constexpr int PADDING = CHUNK;          // of a row, to spread the banks
-static_assert(SHARED_BYTES == FLAG_BYTES + TILE_Q * (HEAD_DIM * 4 + PADDING), "SHARED_BYTES: flags and the widest rows");
+static_assert(STAGES == 1 && SHARED_BYTES == 4 * TILE_Q, "SHARED_BYTES: a flag for each row");
 
 struct alignas(16) Accumulator {  // of a lane, for 16 x 8 numbers
     float x[4];
 };
 
+// Words of four neighbouring blocks of 8 columns, one of each block a thread: after it, thread t of a quad has all
+// four of block t. A transposition in two exchanges, with the neighbour and with the one after.
+__device__ __forceinline__ Vector16 gather_chunk(const uint32 (&words)[4], int lane) {
+    const bool odd = lane % 2, high = lane / 2 % 2;
+    const uint32 kept[2] = {odd ? words[1] : words[0], odd ? words[3] : words[2]};
+    const uint32 given[2] = {shuffle_xor(odd ? words[0] : words[1], 1), shuffle_xor(odd ? words[2] : words[3], 1)};
+    const uint32 low_pair[2] = {odd ? given[0] : kept[0], odd ? kept[0] : given[0]};
+    const uint32 high_pair[2] = {odd ? given[1] : kept[1], odd ? kept[1] : given[1]};
+    uint32 own[2], other[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        own[n] = high ? high_pair[n] : low_pair[n];
+        other[n] = shuffle_xor(high ? low_pair[n] : high_pair[n], 2);
+    }
+    return high ? Vector16{{other[0], other[1], own[0], own[1]}} : Vector16{{own[0], own[1], other[0], other[1]}};
+}
+
 // Rows [first, first + TILE_Q) of dq of one head.
 __device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, int64 linear, int first) {
-    const uint32 flags = shared_memory(), rows = flags + FLAG_BYTES;
+    const uint32 flags = shared_memory();  // of rows that are spoilt
     const int64 batch = linear / args.heads, batch0 = batch / args.batches1, batch1 = batch % args.batches1;
     const int head = static_cast<int>(linear % args.heads), lane = lane_index();
-    const int here = args.queries - first < TILE_Q ? args.queries - first : TILE_Q;
-    const int size = args.dq_wide ? 4 : 2, pitch = args.columns * size + PADDING;
+    char* const dq = args.dq + args.dq_strides.offset(batch0, batch1, head) + first * args.dq_strides.row;
+    const int here = clamp(args.queries - first, 0, TILE_Q);
 
     // The tile of the main kernel that these rows are part of was stored by whoever visited it, if anybody did.
     const int tile_first = first / args.tile_q * args.tile_q;
@@ -42,41 +55,47 @@ __device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, 
     sync_threads();
     const int block = warp_index() % 4;  // of 16 rows
     const int64 padded = static_cast<int64>(args.query_tiles) * args.tile_q;
-    const char* sums = args.dq_sum + (linear * padded + first) * args.columns * 4;
-    const int row = 16 * block + lane / 4;
-    bool spoilt[2] = {};
-#pragma unroll 4
-    for (int n = warp_index() / 4; n < args.columns / 8; n += WARPS / 4) {
-        const char* place = sums + ((n * 4 + block) * WARP + lane) * CHUNK;
-        const Accumulator sum = stored ? load_global<Accumulator>(place) : Accumulator{};
+    const char* const sums = args.dq_sum + (linear * padded + first) * args.columns * 4;
+    for (int n = warp_index() / 4; n < args.columns / 32; n += WARPS / 4) {
+        Accumulator sum[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const char* place = sums + (((4 * n + m) * 4 + block) * WARP + lane) * CHUNK;
+            sum[m] = stored ? load_global<Accumulator>(place) : Accumulator{};
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float low = sum.x[2 * half] * args.scale, high = sum.x[2 * half + 1] * args.scale;
-            spoilt[half] |= !is_finite(low) || !is_finite(high);
-            const uint32 to = rows + (row + 8 * half) * pitch + (8 * n + lane % 4 * 2) * size;
-            if (args.dq_wide) {
-                store_shared(to, low);
-                store_shared(to + 4, high);
-            } else {
-                store_shared(to, cvt_pair(Element{}, low, high));
+            const int row = 16 * block + 8 * half + lane / 4;
+            uint32 words[4];
+            float zero = 0.0f;  // 0 times each number: NaN where one is not finite
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                float(&x)[4] = sum[m].x;
+                const float low = x[2 * half] * args.scale, high = x[2 * half + 1] * args.scale;
+                zero += (low - low) + (high - high);
+                words[m] = cvt_pair(Element{}, low, high);
+                const int column = 32 * n + 8 * m + lane % 4 * 2;
+                if (args.dq_wide && row < here && column < args.head_dim) {
+                    store_global(dq + row * args.dq_strides.row + 4 * column, low);
+                    if (column + 1 < args.head_dim) store_global(dq + row * args.dq_strides.row + 4 * column + 4, high);
+                }
+            }
+            if (zero != 0.0f) store_shared(flags + 4 * row, 1);
+            const Vector16 chunk = gather_chunk(words, lane);
+            const int column = 32 * n + 8 * (lane % 4);
+            if (!args.dq_wide && row < here && column < args.head_dim) {
+                store_global(dq + row * args.dq_strides.row + 2 * column, chunk);
             }
         }
     }
-    for (int half = 0; half < 2; ++half) {
-        if (spoilt[half]) store_shared(flags + 4 * (row + 8 * half), 1);
-    }
     sync_threads();
 
-    const int chunks = (args.head_dim * size + CHUNK - 1) / CHUNK;
-    char* dq = args.dq + args.dq_strides.offset(batch0, batch1, head) + first * args.dq_strides.row;
-    for (int n = thread_index(); n < here * chunks; n += THREADS) {
-        const int r = n / chunks, chunk = n % chunks;
-        if (load_shared<int>(flags + 4 * r)) continue;
-        store_global(dq + r * args.dq_strides.row + chunk * CHUNK, load_shared<Vector16>(rows + r * pitch + chunk * CHUNK));
-    }
-    for (int r = warp_index(); r < here; r += WARPS) {
-        const int i = first + r;
-        if (load_shared<int>(flags + 4 * r)) careful_dq(args, batch, head, i, mask.first_key(i), mask.end_key(i));
+    constexpr int ROWS = TILE_Q / WARPS;  // of a warp, to look after
+    const int own = warp_index() * ROWS, looked_at = own + lane % ROWS;
+    uint32 spoilt = ballot(lane < ROWS && looked_at < here && load_shared<int>(flags + 4 * looked_at) != 0);
+    for (; spoilt != 0; spoilt &= spoilt - 1) {
+        const int i = first + own + find_first_set(spoilt);
+        careful_dq(args, batch, head, i, mask.first_key(i), mask.end_key(i));
     }
     sync_threads();  // the flags are read
 }
@@ -92,8 +111,9 @@ __device__ __forceinline__ void finish_item(const Args& args, const Mask& mask, 
     for (int j = first + warp_index(); j < end; j += WARPS) {
         const bool dk = is_spoilt(rows.at(args.dk, args.dk_strides, key_head, j), args.head_dim, args.dk_wide);
         const bool dv = is_spoilt(rows.at(args.dv, args.dv_strides, key_head, j), args.value_dim, args.dv_wide);
-        if (!dk && !dv) continue;
-        careful_dk_dv(args, batch, key_head, j, mask.first_query(j, args.queries), mask.end_query(j, args.queries), dk, dv);
+        const int first_query = mask.first_query(j, args.queries), end_query = mask.end_query(j, args.queries);
+        if (dk) careful_dk_dv(args, batch, key_head, j, first_query, end_query, false);
+        if (dv) careful_dk_dv(args, batch, key_head, j, first_query, end_query, true);
     }
 }
 

@@ -11,33 +11,29 @@ namespace cuflash {
 
 constexpr int ROW_NUMBERS = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;  // of a row, for each lane
 
-// A row of up to ROW_NUMBERS * WARP elements, every 32nd of them a lane's; zeros beyond its end.
-struct LaneRow {
-    float x[ROW_NUMBERS];
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int n = 0; n < ROW_NUMBERS; ++n) x[n] = 0.0f;
+// The product of two rows, in all lanes.
+__device__ __forceinline__ float dot(const char* a, const char* b, int columns) {
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int d = lane_index(); d < columns; d += WARP) {
+        sum = fused_multiply_add(to_float(load_global<Element>(a + 2 * d)), to_float(load_global<Element>(b + 2 * d)), sum);
     }
-    __device__ __forceinline__ void load(const char* row, int columns) {
+#pragma unroll
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
+    return sum;
+}
+
+// A row of a gradient in the making, every 32nd number a lane's. Registers are for these alone: the kernel beside which
+// this lies wants few, and rows are read again as often as it takes.
+struct RowSum {
+    float x[ROW_NUMBERS] = {};
+
+    __device__ __forceinline__ void add(float factor, const char* row, int columns) {
 #pragma unroll
         for (int n = 0; n < ROW_NUMBERS; ++n) {
             const int d = n * WARP + lane_index();
-            x[n] = d < columns ? to_float(load_global<Element>(row + 2 * d)) : 0.0f;
+            if (d < columns) x[n] = fused_multiply_add(factor, to_float(load_global<Element>(row + 2 * d)), x[n]);
         }
-    }
-    // The product with another row, in all lanes.
-    __device__ __forceinline__ float dot(const LaneRow& other) const {
-        float sum = 0.0f;
-#pragma unroll
-        for (int n = 0; n < ROW_NUMBERS; ++n) sum = fused_multiply_add(x[n], other.x[n], sum);
-#pragma unroll
-        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
-        return sum;
-    }
-    __device__ __forceinline__ void add(float factor, const LaneRow& other) {
-#pragma unroll
-        for (int n = 0; n < ROW_NUMBERS; ++n) x[n] = fused_multiply_add(factor, other.x[n], x[n]);
     }
     __device__ __forceinline__ void store(char* row, int columns, bool wide, float factor) const {
 #pragma unroll
@@ -104,47 +100,44 @@ __device__ __noinline__ void careful_dq(const Args& args, int64 batch, int head,
     const GradientRows<Args> rows(args, batch);
     const int key_head = head / args.group;
     const float row_lse = rows.of_row(args.row_lse, head, i), row_delta = rows.of_row(args.row_delta, head, i);
-    LaneRow query, dout, sum;
-    query.load(rows.at(args.q, args.q_strides, head, i), args.head_dim);
-    dout.load(rows.at(args.dout, args.dout_strides, head, i), args.value_dim);
-    sum.clear();
+    const char* const query = rows.at(args.q, args.q_strides, head, i);
+    const char* const dout = rows.at(args.dout, args.dout_strides, head, i);
+    RowSum sum;
 #pragma unroll 1
     for (int j = first; j < end; ++j) {
-        LaneRow key, value;
-        key.load(rows.at(args.k, args.k_strides, key_head, j), args.head_dim);
-        value.load(rows.at(args.v, args.v_strides, key_head, j), args.value_dim);
-        const Pair pair(query.dot(key), args.scale_log2, row_lse, dout.dot(value), row_delta);
-        if (pair.seen) sum.add(pair.ds, key);
+        const char* const key = rows.at(args.k, args.k_strides, key_head, j);
+        const char* const value = rows.at(args.v, args.v_strides, key_head, j);
+        const Pair pair(dot(query, key, args.head_dim), args.scale_log2, row_lse, dot(dout, value, args.value_dim),
+                        row_delta);
+        if (pair.seen) sum.add(pair.ds, key, args.head_dim);
     }
     sum.store(rows.at(args.dq, args.dq_strides, head, i), args.head_dim, args.dq_wide, args.scale);
 }
 
-// dk and dv of one key, each where it is wanted.
+// dk or, if `is_dv`, dv of one key.
 template <typename Args>
-__device__ __noinline__ void careful_dk_dv(const Args& args, int64 batch, int key_head, int j, int first, int end,
-                                           bool wants_dk, bool wants_dv) {
+__device__ __noinline__ void careful_dk_dv(const Args& args, int64 batch, int key_head, int j, int first, int end, bool is_dv) {
     const GradientRows<Args> rows(args, batch);
-    LaneRow key, value, dk, dv;
-    key.load(rows.at(args.k, args.k_strides, key_head, j), args.head_dim);
-    value.load(rows.at(args.v, args.v_strides, key_head, j), args.value_dim);
-    dk.clear();
-    dv.clear();
+    const char* const key = rows.at(args.k, args.k_strides, key_head, j);
+    const char* const value = rows.at(args.v, args.v_strides, key_head, j);
+    RowSum sum;
 #pragma unroll 1
     for (int head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
 #pragma unroll 1
         for (int i = first; i < end; ++i) {
-            LaneRow query, dout;
-            query.load(rows.at(args.q, args.q_strides, head, i), args.head_dim);
-            dout.load(rows.at(args.dout, args.dout_strides, head, i), args.value_dim);
-            const Pair pair(query.dot(key), args.scale_log2, rows.of_row(args.row_lse, head, i), dout.dot(value),
-                            rows.of_row(args.row_delta, head, i));
+            const char* const query = rows.at(args.q, args.q_strides, head, i);
+            const char* const dout = rows.at(args.dout, args.dout_strides, head, i);
+            const Pair pair(dot(query, key, args.head_dim), args.scale_log2, rows.of_row(args.row_lse, head, i),
+                            dot(dout, value, args.value_dim), rows.of_row(args.row_delta, head, i));
             if (!pair.seen) continue;
-            dk.add(pair.ds, query);
-            dv.add(pair.p, dout);
+            sum.add(is_dv ? pair.p : pair.ds, is_dv ? dout : query, is_dv ? args.value_dim : args.head_dim);
         }
     }
-    if (wants_dk) dk.store(rows.at(args.dk, args.dk_strides, key_head, j), args.head_dim, args.dk_wide, args.scale);
-    if (wants_dv) dv.store(rows.at(args.dv, args.dv_strides, key_head, j), args.value_dim, args.dv_wide, 1.0f);
+    if (is_dv) {
+        sum.store(rows.at(args.dv, args.dv_strides, key_head, j), args.value_dim, args.dv_wide, 1.0f);
+    } else {
+        sum.store(rows.at(args.dk, args.dk_strides, key_head, j), args.head_dim, args.dk_wide, args.scale);
+    }
 }
 
 }  // namespace cuflash
