@@ -12,7 +12,7 @@ from . import _layout
 from ._dtypes import ELEMENTS
 from ._layout import Use, contiguous
 from ._problem import LONGEST, Operand
-from ._variant import Variant, folder
+from ._variant import Variant
 
 LOG2_E = 1.4426950408889634
 LARGEST_GRID = 2**31 - 1
@@ -151,8 +151,7 @@ def variants(limits):
                 hopper_variant(dtype, mask, *dims, keys): None
                 for mask in masks for keys in (0, LONG) for dims in HOPPER_TILES
             }  # fmt: skip
-            if HOPPER_BACKWARD:
-                found |= {hopper_backward_variant(dtype, dim): None for dim in HOPPER_BACKWARD_TILES}
+            found |= {hopper_backward_variant(dtype, dim): None for dim in HOPPER_BACKWARD_TILES}
     return tuple(found)
 
 
@@ -233,7 +232,8 @@ def _not_for_hopper(problem):
     if 0 in (problem.keys, problem.value_dim):
         return "a tensor map has no empty axis"
     if problem.function == "backward":
-        return None if HOPPER_BACKWARD else "its backward is not here yet"
+        widest = max(HOPPER_BACKWARD_TILES)
+        return f"its backward has no head dims above {widest} yet" if _widest(problem) > widest else None
     if problem.queries * problem.heads * math.prod(problem.batch) > MOST_TILES:
         return "a ticket counts no more than 2^30 tiles"
     return None
@@ -247,32 +247,32 @@ BACKWARD_TILES = {
     256: ((64, 64, 8, 1, 2), (64, 64, 8, 1, 1), (64, 16, 4, 1, 1)),
 }
 # The same of the sm90 engine: tile_q, tile_k, warps.
-HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12), 256: (64, 64, 12)}
-HOPPER_BACKWARD = (folder() / "backward_sm90.cu").is_file()
-
-
-def _tile_dim(*dims):
-    """The head dim whose tiles serve dims as given."""
-    return next(dim for dim in BACKWARD_TILES if max(dims) <= dim)
+HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12)}
 
 
 def backward_variant(dtype, head_dim, value_dim, limits):
     """The portable engine's main kernel of backward for padded head dims."""
-    for tile_q, tile_k, warps, blocks, stages in BACKWARD_TILES[_tile_dim(head_dim, value_dim)]:
+    widest = max(head_dim, value_dim)
+    for tile_q, tile_k, warps, blocks, stages in next(BACKWARD_TILES[dim] for dim in BACKWARD_TILES if widest <= dim):
         mates = warps // max(tile_k // 32, 1)  # warps that own the same keys
         shared = 2 * (tile_k + stages * tile_q) * (head_dim + value_dim)  # k and v, q and dout
         shared += 2 * tile_k * tile_q  # ds
-        shared += 2 * tile_k * tile_q if mates > 1 else 16  # p
-        shared += 8 * stages * tile_q + 64 * 16 + 48  # facts of rows, visits, the item
+        shared += 2 * tile_k * tile_q if mates > 1 else 16  # p, which has no array else; none is empty
+        shared += 8 * stages * tile_q + 64 * 16 + 48  # numbers of rows, visits, what a block works on
         if blocks * (shared + 1024) <= limits.shared_bytes + 1024:
             break
-    return Variant("backward", dtype, "window", head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared)
+    return Variant(
+        "backward", dtype, "window", head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared,
+        vector_adds=int(limits.capability >= (9, 0)),
+    )  # fmt: skip
 
 
 def hopper_backward_variant(dtype, dim):
     """The sm90 engine's main kernel of backward for a padded head dim, of v too."""
     tile_q, tile_k, warps = HOPPER_BACKWARD_TILES[dim]
-    shared = 4*tile_q*dim*2 + 2*tile_k*dim*2 + 2*tile_q*tile_k*2 + 2*64*64*4 + 2*64*dim*2 + 4*tile_q*4 + 8*16 + 2*48 + 8*24
+    shared = 4 * dim * (2 * tile_q + tile_k) + 4 * tile_q * tile_k  # q and dout twice; k and v; ds twice
+    shared += 2 * 4 * 64 * 64 + 2 * 2 * 64 * dim  # of each consumer: a part of dq; dk or dv on the way out
+    shared += 16 * tile_q + 8 * 16 + 2 * 48 + 24 * 8  # numbers of rows, visits, items, barriers
     return Variant("backward_sm90", dtype, "window", dim, dim, tile_q, tile_k, warps, 1, 2, shared)
 
 
@@ -282,11 +282,15 @@ def rows_variant(dtype):
 
 
 def finish_variant(dtype):
-    """The kernel of backward that goes behind: 64 rows of dq a block, and a flag for each."""
-    return Variant("backward_finish", dtype, "window", 256, 256, 64, 64, 4, 5, 1, 256)
+    """The kernel of backward that goes behind: 64 rows of dq a block."""
+    return Variant("backward_finish", dtype, "window", 256, 256, 64, 64, 4, 5, 1, 0)
 
 
 # Forward --------------------------------------------------------------------------------------------------------
+
+
+def _widest(problem):
+    return max(problem.head_dim, problem.value_dim)
 
 
 def _portable_forward(problem, limits, reason):
@@ -428,7 +432,8 @@ def _portable_backward(problem, limits, reason):
 
 
 def _hopper_backward(problem, limits, reason):
-    variant = hopper_backward_variant(problem.dtype, _tile_dim(problem.head_dim, problem.value_dim))
+    dim = next(dim for dim in HOPPER_BACKWARD_TILES if _widest(problem) <= dim)
+    variant = hopper_backward_variant(problem.dtype, dim)
     return _backward(problem, limits, "sm90", reason, variant, parts=2)
 
 

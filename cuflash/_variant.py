@@ -114,6 +114,7 @@ class Variant:
     out_staged: int = 0  # panels of a warp's rows of out in shared memory of its own, to leave by tensor copies
     early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
     ordered: int = 1  # backward: whether sums of dq take turns; 0 in tests of what that costs
+    vector_adds: int = 0  # backward: whether the device adds four floats at once
 
     @property
     def name(self):
@@ -167,7 +168,8 @@ class Variant:
         """Whether the kernel's text speaks of a field: compilers warn of constants that are not used."""
         if field.default is MISSING:
             return field.name not in _UNUSED.get(self.kernel, ())
-        return self.kernel in (("backward", "backward_sm90") if field.name == "ordered" else ("forward_sm90",))
+        owners = {"ordered": ("backward", "backward_sm90"), "vector_adds": ("backward",)}
+        return self.kernel in owners.get(field.name, ("forward_sm90",))
 
     @property
     def backward(self):
@@ -188,7 +190,7 @@ class Variant:
         """The products of a warpgroup of the sizes in use."""
         sizes = {
             "forward_sm90": (self.tile_k, self.value_dim),
-            "backward_sm90": (self.tile_q, self.head_dim, 64),
+            "backward_sm90": (self.tile_q, self.head_dim, 64),  # the last: columns of a consumer's part of dq
         }
         return wgmma(self.element, sizes[self.kernel]) if self.hopper else ""
 

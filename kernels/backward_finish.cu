@@ -2,7 +2,7 @@
 // dq, dk or dv is not finite, that row again by the careful path.
 //
 // Blocks of two kinds. The first own 64 rows of dq of a head, as the main kernel's accumulators left them (visits.cuh
-// says who did): a warp takes 16 rows and 32 columns at a time. The others own an item, a tile of keys, and do nothing
+// says who did): a warp takes 16 of them, 32 columns at a time. The others own an item, a tile of keys, and do nothing
 // unless it is suspect. Memory limits both.
 #include "backward_args.cuh"
 #include "careful_gradients.cuh"
@@ -14,8 +14,8 @@ namespace cuflash {
 
 constexpr int THREADS = WARP * WARPS;
 static_assert(TILE_Q == 64, "TILE_Q: the rows of a block of dq_sum");
-static_assert(WARPS % 4 == 0, "WARPS: as many for each 16 of the rows");
-static_assert(STAGES == 1 && SHARED_BYTES == 4 * TILE_Q, "SHARED_BYTES: a flag for each row");
+static_assert(WARPS == 4, "WARPS: 16 of the rows each");
+static_assert(STAGES == 1 && SHARED_BYTES == 0, "STAGES, SHARED_BYTES: nothing is shared");
 
 struct alignas(16) Accumulator {  // of a lane, for 16 x 8 numbers
     float x[4];
@@ -38,25 +38,22 @@ __device__ __forceinline__ Vector16 gather_chunk(const uint32 (&words)[4], int l
     return high ? Vector16{{other[0], other[1], own[0], own[1]}} : Vector16{{own[0], own[1], other[0], other[1]}};
 }
 
-// Rows [first, first + TILE_Q) of dq of one head.
+// Of rows [first, first + TILE_Q) of dq of one head, a warp's 16.
 __device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, int64 linear, int first) {
-    const uint32 flags = shared_memory();  // of rows that are spoilt
     const int64 batch = linear / args.heads, batch0 = batch / args.batches1, batch1 = batch % args.batches1;
-    const int head = static_cast<int>(linear % args.heads), lane = lane_index();
-    char* const dq = args.dq + args.dq_strides.offset(batch0, batch1, head) + first * args.dq_strides.row;
-    const int here = clamp(args.queries - first, 0, TILE_Q);
+    const int head = static_cast<int>(linear % args.heads), lane = lane_index(), block = warp_index();
 
     // The tile of the main kernel that these rows are part of was stored by whoever visited it, if anybody did.
     const int tile_first = first / args.tile_q * args.tile_q;
     const int tile_last = clamp(tile_first + args.tile_q, 0, args.queries) - 1;
     const bool stored = args.clear || mask.first_key(tile_first) < mask.end_key(tile_last);
 
-    if (thread_index() < TILE_Q) store_shared(flags + 4 * thread_index(), 0);
-    sync_threads();
-    const int block = warp_index() % 4;  // of 16 rows
     const int64 padded = static_cast<int64>(args.query_tiles) * args.tile_q;
     const char* const sums = args.dq_sum + (linear * padded + first) * args.columns * 4;
-    for (int n = warp_index() / 4; n < args.columns / 32; n += WARPS / 4) {
+    const int row = first + 16 * block + lane / 4;  // and 8 below
+    char* const dq = args.dq + args.dq_strides.offset(batch0, batch1, head) + row * args.dq_strides.row;
+    float zeros[2] = {};  // sums of 0 times a number: NaN where one is not finite
+    for (int n = 0; n < args.columns / 32; ++n) {
         Accumulator sum[4];
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
@@ -65,39 +62,34 @@ __device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, 
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = 16 * block + 8 * half + lane / 4;
+            char* const here = row + 8 * half < args.queries ? dq + 8 * half * args.dq_strides.row : nullptr;
             uint32 words[4];
-            float zero = 0.0f;  // 0 times each number: NaN where one is not finite
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
-                float(&x)[4] = sum[m].x;
-                const float low = x[2 * half] * args.scale, high = x[2 * half + 1] * args.scale;
-                zero += (low - low) + (high - high);
+                const float low = sum[m].x[2 * half] * args.scale, high = sum[m].x[2 * half + 1] * args.scale;
+                zeros[half] += (low - low) + (high - high);
                 words[m] = cvt_pair(Element{}, low, high);
                 const int column = 32 * n + 8 * m + lane % 4 * 2;
-                if (args.dq_wide && row < here && column < args.head_dim) {
-                    store_global(dq + row * args.dq_strides.row + 4 * column, low);
-                    if (column + 1 < args.head_dim) store_global(dq + row * args.dq_strides.row + 4 * column + 4, high);
+                if (args.dq_wide && here != nullptr) {
+                    if (column < args.head_dim) store_global(here + 4 * column, low);
+                    if (column + 1 < args.head_dim) store_global(here + 4 * column + 4, high);
                 }
             }
-            if (zero != 0.0f) store_shared(flags + 4 * row, 1);
             const Vector16 chunk = gather_chunk(words, lane);
             const int column = 32 * n + 8 * (lane % 4);
-            if (!args.dq_wide && row < here && column < args.head_dim) {
-                store_global(dq + row * args.dq_strides.row + 2 * column, chunk);
-            }
+            if (!args.dq_wide && here != nullptr && column < args.head_dim) store_global(here + 2 * column, chunk);
         }
     }
-    sync_threads();
-
-    constexpr int ROWS = TILE_Q / WARPS;  // of a warp, to look after
-    const int own = warp_index() * ROWS, looked_at = own + lane % ROWS;
-    uint32 spoilt = ballot(lane < ROWS && looked_at < here && load_shared<int>(flags + 4 * looked_at) != 0);
-    for (; spoilt != 0; spoilt &= spoilt - 1) {
-        const int i = first + own + find_first_set(spoilt);
-        careful_dq(args, batch, head, i, mask.first_key(i), mask.end_key(i));
+    sync_warp();  // what is written again must have been written
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+        uint32 spoilt = ballot((half ? zeros[1] : zeros[0]) != 0.0f && row + 8 * half < args.queries);
+        while (spoilt != 0) {
+            const int quad = find_first_set(spoilt) / 4, i = first + 16 * block + 8 * half + quad;
+            spoilt &= ~(0xfu << (4 * quad));
+            careful_dq(args, batch, head, i, mask.first_key(i), mask.end_key(i));
+        }
     }
-    sync_threads();  // the flags are read
 }
 
 // The rows of dk and dv of an item that are not finite.
