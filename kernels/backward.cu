@@ -56,6 +56,8 @@ constexpr int LISTED = 2 * WARP;  // visits
 struct alignas(16) Work {
     const char *q, *dout;  // row 0 of the group's first head
     int64 first_tile;      // tile 0 of that head, among those of all heads
+    int index;             // of the item
+    int key;               // first of the tile
 };
 // A visit, looked up beforehand.
 struct alignas(16) Listed {
@@ -153,64 +155,53 @@ __device__ __forceinline__ void load_rows(const Args& args, uint32 shared, int n
     }
 }
 
-// p^T and ds^T from the products; `rows` is where row_lse of this thread's first column lies. Where not PLAIN, what a key
-// does not see is selected to 0, and exponents are at most 0, as they are but for a coarse lse.
-template <bool PLAIN>
-__device__ __forceinline__ void weigh(Pairs& weights, Pairs& slopes, const Scores& scores, const Scores& products,
-                                      uint32 rows, const Args& args, const Mask& mask, int key, int row) {
-    const int column = lane_index() % 4 * 2;
-    int first[BLOCKS][2], end[BLOCKS][2];
-    if (!PLAIN) {
+// Which elements of a warp's transposed scores are seen, from its first key and query on.
+struct Seen {
+    int first[BLOCKS][2], end[BLOCKS][2];  // columns of the rows of this thread, less its first column
+    __device__ __forceinline__ Seen(const Args& args, const Mask& mask, int key, int query) {
+        const int lane = lane_index(), column = query + lane % 4 * 2;
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int j = key + 16 * block + 8 * half + lane_index() / 4;
-                first[block][half] = mask.first_query(j, args.queries) - row - column;
-                end[block][half] = j < args.keys ? mask.end_query(j, args.queries) - row - column : 0;
+                const int j = key + 16 * block + 8 * half + lane / 4;
+                first[block][half] = mask.first_query(j, args.queries) - column;
+                end[block][half] = j < args.keys ? mask.end_query(j, args.queries) - column : 0;
             }
         }
     }
+    __device__ __forceinline__ bool operator()(int block, int half, int column) const {
+        return static_cast<int>(column >= first[block][half]) & static_cast<int>(column < end[block][half]);
+    }
+};
+
+// f(block, n, e) of all elements that a thread has of a warp's scores; e / 2 is the half of the block's rows.
+template <typename Function>
+__device__ __forceinline__ void for_each(Function f) {
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n) {
-        const Two lse = load_shared<Two>(rows + 8 * n * sizeof(float));
-        const Two delta = load_shared<Two>(rows + (TILE_Q + 8 * n) * sizeof(float));
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float p[2], ds[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const float s = scores[block][n][2 * half + e], dp = products[block][n][2 * half + e];
-                    const float exponent = fused_multiply_add(s, args.scale_log2, -lse.values[e]);
-                    if (PLAIN) {
-                        p[e] = ex2_approx(exponent);
-                        ds[e] = p[e] * (dp - delta.values[e]);
-                    } else {
-                        const bool seen = 8 * n + e >= first[block][half] && 8 * n + e < end[block][half];
-                        p[e] = seen ? ex2_approx(exponent > 0.0f ? 0.0f : exponent) : 0.0f;  // NaN stays NaN
-                        ds[e] = seen ? p[e] * (dp - delta.values[e]) : 0.0f;
-                    }
-                }
-                weights[n / 2][block][n % 2 * 2 + half] = cvt_pair(Element{}, p[0], p[1]);
-                slopes[n / 2][block][n % 2 * 2 + half] = cvt_pair(Element{}, ds[0], ds[1]);
-            }
+            for (int e = 0; e < 4; ++e) f(block, n, e);
         }
     }
 }
 
-// Writes A operands to the tile they are part of; `lane` is where their first element goes.
-__device__ __forceinline__ void store_pairs(uint32 base, uint32 lane, const Pairs& pairs) {
+// Numbers of the rows of q that are this thread's columns.
+__device__ __forceinline__ void load_columns(float (&numbers)[QUERIES / 8][2], uint32 address) {
 #pragma unroll
     for (int n = 0; n < QUERIES / 8; ++n) {
+        const Two two = load_shared<Two>(address + 8 * n * sizeof(float));
+        numbers[n][0] = two.values[0], numbers[n][1] = two.values[1];
+    }
+}
+
+// Writes 16 x 8 elements of a part of a tile; `lane` is where the part's first go.
+__device__ __forceinline__ void store_pair(uint32 base, uint32 lane, int block, int n, const uint32 (&operand)[4]) {
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                store_shared(base + PairTile::step(lane, 16 * block + 8 * half, n), pairs[n / 2][block][n % 2 * 2 + half]);
-            }
-        }
+    for (int half = 0; half < 2; ++half) {
+        store_shared(base + PairTile::step(lane, 16 * block + 8 * half, n), operand[n % 2 * 2 + half]);
     }
 }
 
@@ -289,6 +280,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
     // its queries of ds^T and columns of k, for dq.
     const uint32 lane_slopes = lane_of_b<TILE_Q>(dq_row / 8), lane_dq = lane_of_a<HEAD_DIM>(2 * dq_mate);
 
+    auto listed_index = [&] { return load_shared<Work>(shared + WORK_START).index; };
+
     draw();
     for (;;) {
         sync_threads();  // the item is there, and all have left what is filled next
@@ -299,13 +292,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
             const Item item = locate_item(args, mask, index);
             const int key = item.key_tile * TILE_K, head = item.key_head * args.group;
             visits = uniform(item.visits);
+            if (first_thread) {
+                store_shared(shared + WORK_START,
+                             Work{args.q + args.q_strides.offset(item.batch0, item.batch1, head),
+                                  args.dout + args.dout_strides.offset(item.batch0, item.batch1, head),
+                                  (item.batch * args.heads + head) * args.query_tiles, index, key});
+            }
             if (visits > 0) {
-                if (first_thread) {
-                    store_shared(shared + WORK_START,
-                                 Work{args.q + args.q_strides.offset(item.batch0, item.batch1, head),
-                                      args.dout + args.dout_strides.offset(item.batch0, item.batch1, head),
-                                      (item.batch * args.heads + head) * args.query_tiles});
-                }
                 TileCopy<TILE_K, HEAD_DIM, THREADS>::copy(
                     shared + KEY_START,
                     args.k + args.k_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.k_strides.row,
@@ -332,53 +325,91 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
             if (STAGES == 2 && n + 1 < visits) load_rows(args, shared, n + 1);
             cp_async_commit_group();
             if (n % WARP == WARP / 2 && warp == WARPS - 1) {
-                list_visits(args, mask, locate_item(args, mask, index), shared, n + WARP / 2);
+                list_visits(args, mask, locate_item(args, mask, listed_index()), shared, n + WARP / 2);
             }
 
             const uint32 queries = shared + QUERY_START + n % STAGES * (TILE_Q * QueryTile::PITCH);
             const uint32 douts = shared + DOUT_START + n % STAGES * (TILE_Q * ValueTile::PITCH);
-#pragma unroll
+#pragma unroll 1
             for (int part = 0; part < PARTS; ++part) {
-                Scores scores, products;
-                multiply_transposed<Element, BLOCKS, QUERIES / 8, HEAD_DIM / 16, HEAD_DIM>(
-                    scores,
-                    [&](uint32(&a)[4], int block, int k) {
-                        ldmatrix_x4(a, shared + KeyTile::step(lane_k, 16 * block, 2 * k));
-                    },
-                    queries + part * QUERIES * QueryTile::PITCH, lane_q);
-                multiply_transposed<Element, BLOCKS, QUERIES / 8, VALUE_DIM / 16, VALUE_DIM>(
-                    products,
-                    [&](uint32(&a)[4], int block, int k) {
-                        ldmatrix_x4(a, shared + ValueTile::step(lane_v, 16 * block, 2 * k));
-                    },
-                    douts + part * QUERIES * ValueTile::PITCH, lane_dout);
-                if (part == PARTS - 1 && n > 0) release(n - 1);  // whose sums have long arrived
-
-                Pairs weights, slopes;
                 const Listed listed = load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed));
                 const int query = (mate * PARTS + part) * QUERIES;
                 const uint32 rows = shared + ROW_START + n % STAGES * (2 * TILE_Q * sizeof(float)) +
                                     (query + lane_index() % 4 * 2) * sizeof(float);
-                if (listed.plain) {
-                    weigh<true>(weights, slopes, scores, products, rows, args, mask, 0, 0);
-                } else {
-                    weigh<false>(weights, slopes, scores, products, rows, args, mask,
-                                 locate_item(args, mask, index).key_tile * TILE_K + key_row,
-                                 listed.visit.tile * TILE_Q + query);
+                auto seen = [&] {
+                    return Seen(args, mask, load_shared<Work>(shared + WORK_START).key + key_row,
+                                listed.visit.tile * TILE_Q + query);
+                };
+                Scores p, dp;
+                multiply_transposed<Element, BLOCKS, QUERIES / 8, HEAD_DIM / 16, HEAD_DIM>(
+                    p,
+                    [&](uint32(&a)[4], int block, int k) {
+                        ldmatrix_x4(a, shared + KeyTile::step(lane_k, 16 * block, 2 * k));
+                    },
+                    queries + part * QUERIES * QueryTile::PITCH, lane_q);
+                {
+                    float lse[QUERIES / 8][2];
+                    load_columns(lse, rows);
+                    for_each([&](int block, int n, int e) {
+                        p[block][n][e] = fused_multiply_add(p[block][n][e], args.scale_log2, -lse[n][e % 2]);
+                    });
                 }
-                store_pairs(shared + SLOPE_START, PairTile::step(lane_put, 0, part * (QUERIES / 8)), slopes);
-                if constexpr (MATES > 1) {
-                    store_pairs(shared + WEIGHT_START, lane_put, weights);
-                } else {
+                if (!listed.plain) {  // hidden: p = 0; and no p above 1 of a coarse lse, but NaN stays NaN
+                    const Seen is_seen = seen();
+                    for_each([&](int block, int n, int e) {
+                        float& x = p[block][n][e];
+                        const float at_most = x > 0.0f ? 0.0f : x;
+                        x = is_seen(block, e / 2, 8 * n + e % 2) ? at_most : -INFINITE;
+                    });
+                }
+                Pairs weights, slopes;
+                multiply_transposed<Element, BLOCKS, QUERIES / 8, VALUE_DIM / 16, VALUE_DIM>(
+                    dp,
+                    [&](uint32(&a)[4], int block, int k) {
+                        ldmatrix_x4(a, shared + ValueTile::step(lane_v, 16 * block, 2 * k));
+                    },
+                    douts + part * QUERIES * ValueTile::PITCH, lane_dout,
+                    [&](int k) {  // p from the exponents, some for each step
+                        constexpr int STEPS = VALUE_DIM / 16, PIECES = BLOCKS * QUERIES / 8;
+#pragma unroll
+                        for (int piece = k * PIECES / STEPS; piece < (k + 1) * PIECES / STEPS; ++piece) {
+                            const int block = piece % BLOCKS, n = piece / BLOCKS;
+#pragma unroll
+                            for (int half = 0; half < 2; ++half) {
+                                float &low = p[block][n][2 * half], &high = p[block][n][2 * half + 1];
+                                low = ex2_approx(low), high = ex2_approx(high);
+                                weights[n / 2][block][n % 2 * 2 + half] = cvt_pair(Element{}, low, high);
+                            }
+                            if (MATES > 1) store_pair(shared + WEIGHT_START, lane_put, block, n, weights[n / 2][block]);
+                        }
+                    });
+                if (part == PARTS - 1 && n > 0) release(n - 1);  // whose sums have long arrived
+                {
+                    float delta[QUERIES / 8][2];
+                    load_columns(delta, rows + TILE_Q * sizeof(float));
+                    for_each([&](int block, int n, int e) { dp[block][n][e] = p[block][n][e] * (dp[block][n][e] - delta[n][e % 2]); });
+                }
+                if (!listed.plain) {
+                    const Seen is_seen = seen();
+                    for_each([&](int block, int n, int e) {
+                        float& x = dp[block][n][e];
+                        x = is_seen(block, e / 2, 8 * n + e % 2) ? x : 0.0f;
+                    });
+                }
+                for_each([&](int block, int n, int e) {
+                    if (e % 2 == 0) slopes[n / 2][block][n % 2 * 2 + e / 2] = cvt_pair(Element{}, dp[block][n][e], dp[block][n][e + 1]);
+                    if (e == 2) store_pair(shared + SLOPE_START, PairTile::step(lane_put, 0, part * (QUERIES / 8)), block, n, slopes[n / 2][block]);
+                });
+                if constexpr (MATES == 1) {
 #pragma unroll
                     for (int step = 0; step < QUERIES / 16; ++step) {
                         multiply_add<Element, BLOCKS, VALUE_DIM / 8 / MATES, VALUE_DIM>(dv, weights[step], douts, lane_dv,
-                                                                                part * QUERIES + 16 * step);
+                                                                                        part * QUERIES + 16 * step);
                     }
 #pragma unroll
                     for (int step = 0; step < QUERIES / 16; ++step) {
                         multiply_add<Element, BLOCKS, HEAD_DIM / 8 / MATES, HEAD_DIM>(dk, slopes[step], queries, lane_dk,
-                                                                              part * QUERIES + 16 * step);
+                                                                                      part * QUERIES + 16 * step);
                     }
                 }
             }
@@ -413,26 +444,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
             if (n + 1 == visits) draw();  // not before: a block that waits holds no item but its own
             char* to = args.dq_sum + tile * (TILE_Q * HEAD_DIM * static_cast<int>(sizeof(float))) +
                        (dq_row / 64 * (HEAD_DIM / 8) * 4 + 2 * dq_mate * 4 + dq_row % 64 / 16) * 512 + lane_index() * 16;
-            const bool first = ORDERED && listed.turn == 0;
+            auto each_block = [&](auto put) {
 #pragma unroll
-            for (int m = 0; m < DQ_COLUMNS / 8; ++m) {
+                for (int m = 0; m < DQ_COLUMNS / 8; ++m) {
 #pragma unroll
-                for (int block = 0; block < DQ_BLOCKS; ++block) {
-                    char* place = to + ((m / 2 * 2 * DQ_MATES + m % 2) * 4 + block) * 512;
-                    if (first) {
-                        const float(&x)[4] = dq[block][m];
-                        store_global(place, Four{{x[0], x[1], x[2], x[3]}});
-                    } else {
-                        add_global<VECTOR_ADDS>(place, dq[block][m]);
+                    for (int block = 0; block < DQ_BLOCKS; ++block) {
+                        put(to + ((m / 2 * 2 * DQ_MATES + m % 2) * 4 + block) * 512, dq[block][m]);
                     }
                 }
+            };
+            if (ORDERED && listed.turn == 0) {
+                each_block([](char* place, const float(&x)[4]) { store_global(place, Four{{x[0], x[1], x[2], x[3]}}); });
+            } else {
+                each_block([](char* place, const float(&x)[4]) { add_global<VECTOR_ADDS>(place, x); });
             }
         }
 
         sync_threads();  // all have left the keys and added their last sums
         if (visits == 0) draw();
         if (visits > 0) release(visits - 1);
-        const Item item = locate_item(args, mask, index);  // again, rather than in registers all along
+        const Item item = locate_item(args, mask, listed_index());  // again, rather than in registers all along
         const int key = item.key_tile * TILE_K, keys = args.keys - key;
         char* dk_rows = args.dk + args.dk_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.dk_strides.row;
         char* dv_rows = args.dv + args.dv_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.dv_strides.row;

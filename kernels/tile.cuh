@@ -90,10 +90,16 @@ struct TileCopy {
     }
 };
 
+struct Nothing {
+    __device__ __forceinline__ void operator()(int) const {}
+};
+
 // scores (16 BLOCKS x 8 N) = a (16 BLOCKS x 16 K) b^T, b a tile of 8 N rows. `load_a(a, block, k)` gives A operands.
-// One A operand serves all of b's rows, one B operand all of a's blocks.
-template <typename Element, int BLOCKS, int N, int K, int COLUMNS, typename LoadA>
-__device__ __forceinline__ void multiply_transposed(float (&scores)[BLOCKS][N][4], LoadA load_a, uint32 base, uint32 lane) {
+// One A operand serves all of b's rows, one B operand all of a's blocks. What `beside(k)` does is done while the tensor
+// cores work on step k.
+template <typename Element, int BLOCKS, int N, int K, int COLUMNS, typename LoadA, typename Beside = Nothing>
+__device__ __forceinline__ void multiply_transposed(float (&scores)[BLOCKS][N][4], LoadA load_a, uint32 base, uint32 lane,
+                                                    Beside beside = {}) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
         uint32 a[BLOCKS][4];
@@ -114,6 +120,7 @@ __device__ __forceinline__ void multiply_transposed(float (&scores)[BLOCKS][N][4
                 }
             }
         }
+        beside(k);
     }
 }
 
