@@ -212,7 +212,7 @@ def test_bulk_stores_and_sums(probe, seed):
 
 
 def test_bulk_stores_come_late(probe):
-    """Where a thread has waited for the reads alone, it finds what was there before on some seeds, never after the rest."""
+    """A thread that has waited for the reads alone may find what was there before, one that waited for all may not."""
     early, late = np.transpose([probe("bytes_seen_too_early", size=130, seed=seed)[128:] for seed in SEEDS])
     assert (early == 0).any() and (late == 1).all()
 
@@ -297,11 +297,11 @@ RULES = {
     "named_barrier_of_different_numbers": (96, "bar_sync 3 of \\d+ threads, while others at .* expect \\d+"),
     "named_barrier_of_half_a_warp": (96, "bar_sync of 48 threads; wanted whole warps"),
     "barrier_arrived_at_by_too_few": (96, "deadlock.*warp 1, lanes 0-31: bar_sync at"),
-    "barrier_arrived_at_twice": (96, "bar_arrive 3 by a thread that has come to it already.*: 32 of 96 are there"),
+    "barrier_arrived_at_twice": (96, "bar_arrive 3 by a warp that has come to it already.*: 32 of 96 are there"),
     "barrier_arrived_at_that_expects_others": (96, "of (64|96) threads, while others at .* expect (64|96)"),
     "barrier_arrived_at_by_half_a_warp": (32, "bar_arrive of 16 threads; wanted whole warps"),
     "barrier_arrived_at_by_some_lanes": (32, "deadlock.*bar_arrive"),
-    "barrier_arrived_at_does_not_wait": (64, "(reads|writes) shared memory at .*; nothing orders the two|which nothing has"),
+    "barrier_arrived_at_does_not_wait": (64, "shared memory at .*(nothing orders|nothing has written)"),
     # Tensor copies
     "load_not_waited_for": (32, "reads shared memory at offset 128, written by an asynchronous copy .*not been waited"),
     "load_waited_for_by_another": (32, "reads shared memory at offset 128, written by an asynchronous copy"),
@@ -327,7 +327,7 @@ RULES = {
     "load_beyond_the_array": (32, "reads 32 bytes of global memory, 16 bytes past the end of the nearest array below"),
     "load_beyond_shared_memory": (32, "writes 32 bytes of shared memory at offset 49200; the block has 49216 bytes"),
     "load_bytes_not_announced": (32, "deadlock.* lacks 0 of 1 arrivals, 16 bytes"),
-    "load_bytes_not_waited_for": (32, "reads shared memory at offset 0, written by an asynchronous copy .*not been waited"),
+    "load_bytes_not_waited_for": (32, "reads shared memory at offset 0, written by an asynchronous copy .*not been"),
     "load_bytes_in_flight_at_the_end": (32, "the block ends with 1 loads in flight"),
     "store_of_some_bytes": (32, "copies 40 bytes, not a multiple of 16"),
     "store_to_a_misaligned_place": (32, "writes 32 bytes of global memory at an address that is no multiple of 16"),
@@ -336,7 +336,7 @@ RULES = {
     "add_to_an_input": (32, "writes 32 bytes into an array that is an input"),
     "add_without_fence": (32, "written by thread .* without fence_proxy_async before the barrier"),
     "add_fenced_by_one": (32, "written by thread .* without fence_proxy_async before the barrier"),
-    "add_of_what_is_overwritten": (32, "reads shared memory at offset \\d+, written by thread .*; nothing orders the two"),
+    "add_of_what_is_overwritten": (32, "reads shared memory at offset \\d+, written by thread .*; nothing orders"),
     "add_not_waited_for": (32, "left the kernel while this store reads shared memory"),
     "add_not_committed": (32, "a store that no group was committed for"),
     "store_matrices_misaligned": (32, "writes 16 bytes of shared memory at 1032, not a multiple of 16"),
@@ -413,11 +413,14 @@ def test_small_kernels(emulator, built, case):
     """The emulator, NumPy and, where a GPU has run it, the GPU agree."""
     from emulator.kernels import run
 
-    kept = np.load(run.EXPECTED) if run.EXPECTED.is_file() else {}
     for seed in range(4):
         for name, result in run.emulate(case, seed).items():
             assert np.array_equal(result, case.results[name])
-            assert f"{case.name}/{name}" not in kept or np.array_equal(result, kept[f"{case.name}/{name}"])
+    kept = np.load(run.EXPECTED)
+    for name, wanted in case.results.items():
+        if f"{case.name}/{name}" not in kept:
+            pytest.skip(f"{run.EXPECTED.name} has no {name} of this case: kernels/run.py writes it on a GPU")
+        assert np.array_equal(wanted, kept[f"{case.name}/{name}"])
 
 
 def test_small_kernels_compile_for_a_gpu(nvrtc):

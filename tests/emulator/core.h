@@ -13,7 +13,7 @@
 //   collectives     collective(thread().warp->lanes, what, mine, all, here): the last of 32 lanes to arrive calls
 //                   all(operands), operands[lane] pointing at each lane's `mine`; every lane then goes on. Results are
 //                   written through the pointers. thread().warp->group->threads: the same for 128 threads
-//   barriers        Barrier, barrier_sync(barrier, expected, ...), barrier_arrive(...); block().barriers[16]
+//   barriers        Barrier, barrier_sync(barrier, expected, ...), barrier_arrive(..., thread); block().barriers[16]
 //   shared memory   addresses are uint32, a block's begin at SHARED_BASE (a multiple of 1024);
 //                   read_shared / write_shared(address, bytes, align, actor, here) check and return a pointer;
 //                   begin_async_write / end_async_write mark bytes that something in flight will write: who touches
@@ -465,8 +465,8 @@ inline void complete(Barrier& barrier) {
     progress();
 }
 
-inline void barrier_arrive(Barrier& barrier, int expected, Site) {
-    release(thread(), barrier.clock);
+inline void barrier_arrive(Barrier& barrier, int expected, const Thread& t) {
+    release(t, barrier.clock);
     if (++barrier.arrived >= expected) complete(barrier);
 }
 
@@ -761,7 +761,8 @@ inline void clear(Cluster& cluster) {
 // Turns of the warps, in a new order each round.
 inline void schedule() {
     const Launch& launch = *world.launch;
-    const uint64_t together = launch.fewest_alive + random(static_cast<uint32_t>(launch.most_alive - launch.fewest_alive + 1));
+    const uint64_t choices = launch.most_alive - launch.fewest_alive + 1;
+    const uint64_t together = launch.fewest_alive + random(static_cast<uint32_t>(choices));
     std::vector<Warp*> turns;
     for (int idle = 0;;) {
         while (world.alive.size() < together && world.next_block < static_cast<int64_t>(launch.grid)) start_cluster();

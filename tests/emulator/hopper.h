@@ -197,45 +197,45 @@ inline void wait_for_barrier(uint32_t address, uint32_t parity, Site here) {
 // Named barriers: those that meet at one must expect as many, and come to it once, to wait there or in passing.
 struct BlockNamed {
     int expected[16] = {};
-    Site here[16];                    // of who came last
-    bool came[16][MOST_THREADS] = {};  // since it last opened
+    Site here[16];          // of who came last
+    uint32_t came[16] = {};  // warps, since it last opened
 };
 inline void meet_at_named(const char* what, int number, int threads, bool waits, Site here) {
     if (number < 1 || number > 15) fail(here, "%s %d; wanted 1 to 15", what, number);
     if (threads < WARP_LANES || threads % WARP_LANES != 0 || threads > static_cast<int>(world.launch->threads)) {
         fail(here, "%s of %d threads; wanted whole warps of this block", what, threads);
     }
-    BlockNamed& named = state_of<BlockNamed>(block());
-    int none = 0;
-    collective(thread().warp->lanes, what, none, [](int**) {}, here);
     Barrier& barrier = block().barriers[number];
-    bool& came = named.came[number][thread().index];
-    if (barrier.arrived == 0) {
-        std::fill(std::begin(named.came[number]), std::end(named.came[number]), false);
-    } else {
-        const Site other = named.here[number];
-        if (named.expected[number] != threads) {
-            fail(here, "%s %d of %d threads, while others at %s:%d expect %d", what, number, threads, other.file, other.line,
-                 named.expected[number]);
+    collective(thread().warp->lanes, what, number, [&](int** numbers) {
+        for (int lane = 0; lane < WARP_LANES; ++lane) {
+            if (*numbers[lane] == number) continue;
+            fail(here, "%s %d, while lane %d of the warp has %d", what, number, lane, *numbers[lane]);
         }
-        if (came) fail(here, "%s %d by a thread that has come to it already; it has not opened since: %d of %d are there", what,
-                       number, barrier.arrived, threads);
-    }
-    came = true;
-    named.expected[number] = threads;
-    named.here[number] = here;
-    if (waits) {
-        barrier_sync(barrier, threads, what, here);
-    } else {
-        barrier_arrive(barrier, threads, here);
-    }
+        BlockNamed& named = state_of<BlockNamed>(block());
+        const uint32_t warp = 1u << thread().warp->index;
+        if (barrier.arrived == 0) {
+            named.came[number] = 0;
+        } else if (named.expected[number] != threads) {
+            fail(here, "%s %d of %d threads, while others at %s:%d expect %d", what, number, threads,
+                 named.here[number].file, named.here[number].line, named.expected[number]);
+        } else if (named.came[number] & warp) {
+            fail(here, "%s %d by a warp that has come to it already; it has not opened since: %d of %d are there", what,
+                 number, barrier.arrived, threads);
+        }
+        named.came[number] |= warp;
+        named.expected[number] = threads;
+        named.here[number] = here;
+        if (waits) return;
+        for (const Thread* lane : thread().warp->lanes.threads) barrier_arrive(barrier, threads, *lane);
+    }, here);
+    if (waits) barrier_sync(barrier, threads, what, here);
 }
 
 // Bulk copies ------------------------------------------------------------------------------------------------------
 //
-// Of a box of a tensor or of bytes as they lie: either tells its `here`, where it begins in shared memory, its `bytes`,
-// and, by their order in the copy, where its `chunks` of 16 bytes lie in shared memory. `fetch` gets them all from global
-// memory, `deliver` puts them there.
+// Of a box of a tensor or of bytes as they lie. Either tells its place in the kernel, where it begins in shared memory,
+// how many `bytes` it has and where each `chunk` of 16, by its number, lies in shared memory. `fetch` gets them all from
+// global memory, `deliver` puts them there.
 
 // What tensor_map.py's `encode` writes.
 struct EmulatedMap {
@@ -410,16 +410,22 @@ template <typename Piece>
 void store_bulk(const Piece& piece) {
     std::vector<uint32_t> chunks;
     for (uint32_t n = 0; n < piece.bytes() / 16; ++n) chunks.push_back(piece.chunk(n));
-    state_of<ThreadStores>(thread()).open.push_back(std::make_shared<Store>(Store{
-        piece.here, Reader(thread(), thread(), piece.here), chunks, [piece](const char* data) { piece.deliver(data); }}));
+    const Reader reader(thread(), thread(), piece.here);
+    auto deliver = [piece](const char* data) { piece.deliver(data); };
+    state_of<ThreadStores>(thread()).open.push_back(std::make_shared<Store>(Store{piece.here, reader, chunks, deliver}));
 }
 inline void commit_stores() {
     ThreadStores& stores = state_of<ThreadStores>(thread());
     stores.groups.push_back(std::move(stores.open));
     stores.open.clear();
 }
-// All but the newest `pending` groups are read and, where `written`, written; else they are some time later.
-inline void wait_for_stores(size_t pending, bool written) {
+// All but the newest `pending` groups are read and, where `written`, written; else they are some time later. That takes
+// as many turns as the seed says.
+inline void wait_for_stores(size_t pending, bool written, const char* what, Site here) {
+    for (uint32_t turns = random(8); turns > 0; --turns) {
+        pause(what, here);
+        progress();
+    }
     ThreadStores& stores = state_of<ThreadStores>(thread());
     for (size_t n = 0; n + pending < stores.groups.size(); ++n) {
         for (auto& store : stores.groups[n]) {
@@ -809,7 +815,9 @@ inline void leave_hopper() {
     }
     if (t.block->live > 1) return;
     const BlockCopies& copies = state_of<BlockCopies>(*t.block);
-    if (copies.in_flight) fail(copies.here, "the block ends with %d loads in flight, this one among them", copies.in_flight);
+    if (copies.in_flight) {
+        fail(copies.here, "the block ends with %d loads in flight, this one among them", copies.in_flight);
+    }
     for (BlockProducts::Log& log : state_of<BlockProducts>(*t.block).groups) {
         if (!log.operations.empty()) {
             fail(log.operations[0].here, "not all warps of the warpgroup have executed this product: %llu, %llu, %llu and %llu products",

@@ -57,6 +57,8 @@ CHAIN = run.chain(5)
 WIDE = run.chain(4, 96, 128, 128, element="float16")  # two panels each of q, k, v
 SHARED = run.chain(4, in_shared=True)
 TILES = run.tiles()
+REDUCE = run.reduce(4, 16)
+ROUNDED = run.reduce(5, 16, integers=False)
 
 MUTATIONS = (
     # Barriers
@@ -81,6 +83,37 @@ MUTATIONS = (
     Mutation("buffer_written_before_its_store_is_read", TILES, "cp_async_bulk_wait_group_read<BUFFERS - 1>()",
              "cp_async_bulk_wait_group_read<BUFFERS>()"),
     Mutation("block_ends_before_its_stores", TILES, "if (thread == 0) cp_async_bulk_wait_group_read<0>();"),
+    # Sums in turn
+    Mutation("tile_bytes_wrong", REDUCE, "expect_tx(shared + SOURCE_FULL, TILE_BYTES)",
+             "expect_tx(shared + SOURCE_FULL, IMAGE_BYTES)"),
+    Mutation("buffers_not_fenced", REDUCE, "        fence_proxy_async();\n        bar_arrive", "        bar_arrive"),
+    Mutation("buffers_fenced_after_the_arrival", REDUCE,
+             "        fence_proxy_async();\n        bar_arrive(FULL, THREADS);",
+             "        bar_arrive(FULL, THREADS);\n        fence_proxy_async();"),
+    Mutation("full_expected_by_too_few", REDUCE, "bar_arrive(FULL, THREADS);", "bar_arrive(FULL, WARPGROUP);"),
+    Mutation("full_buffers_not_waited_for", REDUCE, "bar_sync(FULL, THREADS);"),
+    Mutation("free_not_told", REDUCE, "if (step + 1 < BLOCKS) bar_arrive(FREE, THREADS);"),
+    Mutation("free_told_at_the_other_barrier", REDUCE, "bar_arrive(FREE, THREADS);", "bar_arrive(FULL, THREADS);"),
+    Mutation("free_not_waited_for", REDUCE, "if (step > 0) bar_sync(FREE, THREADS);"),
+    Mutation("buffers_freed_before_they_are_read", REDUCE, "            cp_async_bulk_wait_group_read<0>();\n"),
+    Mutation("released_when_read", ROUNDED, "            cp_async_bulk_wait_group<0>();\n"),
+    Mutation("released_before_the_wait", ROUNDED,
+             "            cp_async_bulk_wait_group<0>();\n"
+             "            fence_proxy_async_global();  // what it has added before the release\n"
+             "            add_release(args.turns + tile * 4, 1);\n",
+             "            add_release(args.turns + tile * 4, 1);\n"
+             "            cp_async_bulk_wait_group<0>();\n"),
+    Mutation("sums_not_committed", REDUCE, "            cp_async_bulk_commit_group();\n"),
+    Mutation("turn_not_waited_for", ROUNDED, "while (load_acquire(args.turns + tile * 4) != step) {\n            }"),
+    Mutation("turn_one_too_early", ROUNDED, "tile * 4) != step)", "tile * 4) + 1 < step)"),
+    Mutation("turn_one_too_late", REDUCE, "tile * 4) != step)", "tile * 4) != step + 1)"),
+    Mutation("turn_of_those_that_add_not_waited_for", ROUNDED, "tile * 4) != step)", "tile * 4) < (step > 0))"),
+    Mutation("released_twice", REDUCE, "add_release(args.turns + tile * 4, 1)",
+             "add_release(args.turns + tile * 4, 2)"),
+    Mutation("first_adds", REDUCE, "if (step == 0) {", "if (step < 0) {"),
+    Mutation("second_stores", REDUCE, "if (step == 0) {", "if (step < 2) {"),
+    Mutation("image_not_transposed", REDUCE, "stmatrix_x4_trans(shared", "stmatrix_x4(shared"),
+    Mutation("blocks_go_the_same_way", REDUCE, "    int tile = block;", "    int tile = 0;"),
     # Products
     Mutation("stage_released_early", RING, "if (t > 0) release(before);", "release(place.stage);"),
     Mutation("wait_one_group_short", CHAIN, "wgmma_wait_group<1>();", "wgmma_wait_group<2>();"),

@@ -312,7 +312,9 @@ PROBE(store_matrices) {  // as they are, then transposed
     stmatrix_x4(shared_memory() + (lane_index() * 5 % WARP) * 16, r);
     stmatrix_x4_trans(shared_memory() + 512 + (lane_index() * 5 % WARP) * 16, r);
     sync_warp();
-    for (int n = lane_index(); n < 2 * WARP; n += WARP) output(args, n, load_shared<Vector16>(shared_memory() + 16 * n));
+    for (int n = lane_index(); n < 2 * WARP; n += WARP) {
+        output(args, n, load_shared<Vector16>(shared_memory() + 16 * n));
+    }
 }
 PROBE(store_matrices_misaligned) {
     uint32 r[4] = {};
@@ -333,9 +335,11 @@ PROBE(load_bytes) {  // in: where from, where to, how many; then the bytes
         cp_async_bulk_load(shared_memory() + to, args.in + from, bytes, barrier());
     }
     mbarrier_wait(barrier(), 0);
-    for (int n = thread_index(); n < bytes / 4; n += WARP) output(args, n, load_shared<int>(shared_memory() + to + 4 * n));
+    for (int n = thread_index() * 4; n < bytes; n += WARP * 4) {
+        output(args, n / 4, load_shared<int>(shared_memory() + to + n));
+    }
 }
-PROBE(store_and_add_bytes) {  // in: 1024 floats, which replace the first half of `out` and are added, twice, to the second
+PROBE(store_and_add_bytes) {  // in: 512 floats that replace those of `out`, and 512 that are added to the next, twice
     fill(args, 4096, WARP);
     fence_proxy_async();
     sync_warp();

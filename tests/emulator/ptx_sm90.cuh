@@ -70,12 +70,12 @@ inline void cp_reduce_async_bulk_add(char* global, uint32 shared, uint32 bytes, 
 }
 inline void cp_async_bulk_commit_group() { emulator::commit_stores(); }
 template <int PENDING>
-void cp_async_bulk_wait_group_read() {
-    emulator::wait_for_stores(PENDING, false);
+void cp_async_bulk_wait_group_read(Site here = HERE) {
+    emulator::wait_for_stores(PENDING, false, "cp_async_bulk_wait_group_read", here);
 }
 template <int PENDING>
-void cp_async_bulk_wait_group() {
-    emulator::wait_for_stores(PENDING, true);
+void cp_async_bulk_wait_group(Site here = HERE) {
+    emulator::wait_for_stores(PENDING, true, "cp_async_bulk_wait_group", here);
 }
 
 inline void fence_proxy_async() { emulator::own_fences().proxy.add(); }

@@ -5,7 +5,7 @@
     python tests/emulator/kernels/run.py --device --write tests/emulator/expected/sm90.npz
                                                               on an sm_90 GPU, and keep what it computed
 
-All numbers are small integers, so that every order of adding them gives the same float32.
+Numbers are small integers, so that every order of adding them gives the same float32, unless the kernel promises one.
 """
 
 import argparse
@@ -54,6 +54,7 @@ class Case:
     args: dict  # field -> Map, name of an array, or number; the fields of the kernel's struct in order
     arrays: dict  # name -> array; a result holds what the kernel finds there
     results: dict  # name -> what the kernel leaves there
+    grid: int = 1  # blocks, all there at once
 
     def preamble(self):
         """The constants and types of this case, and the products for NVRTC."""
@@ -209,6 +210,36 @@ def tiles(rows=70, heads=4, columns=64, batches=2, *, pack=2, rows_out=None, rep
     )  # fmt: skip
 
 
+def reduce(blocks, columns=32, *, integers=True, element="bfloat16", seed=0):
+    """Tiles that blocks add to in turn. Not ``integers``: each order of adding them gives other sums."""
+    rng = np.random.default_rng(seed)
+    shape = (blocks, blocks, 64, columns)  # block, tile
+    values = rng.integers(-64, 65, shape) if integers else rng.standard_normal(shape)
+    made = 2 * values.astype(np.float32)
+    sums = np.stack([sum(made[(tile - step) % blocks, tile] for step in range(blocks)) for tile in range(blocks)])
+    image = made.swapaxes(-1, -2).astype(DTYPES[element]).view(np.uint16)
+    size = 64 * columns
+    return Case(
+        f"reduce-{element}-blocks{blocks}-columns{columns}{'' if integers else '-rounded'}", "reduce", element,
+        {"BLOCKS": blocks, "COLUMNS": columns, "SHARED_BYTES": 4 * size * 2 + 2 * size + 8},
+        (), 160,
+        {"in": "in", "sum": "sum", "image": "image", "turns": "turns"},
+        {"in": accumulators(made / 2), "sum": np.full((blocks, size), np.nan, np.float32),
+         "image": np.zeros_like(image), "turns": np.zeros(blocks, np.int32)},
+        {"sum": accumulators(sums), "image": image, "turns": np.full(blocks, blocks, np.int32)},
+        grid=blocks,
+    )  # fmt: skip
+
+
+def accumulators(tiles):
+    """Tiles of 64 rows as the threads of a warpgroup hold them: blocks of 16 x 8, four floats a lane."""
+    *leading, rows, columns = tiles.shape
+    parts = tiles.reshape(*leading, rows // 16, 2, 8, columns // 8, 4, 2)  # warp, half, g; column block, t, column
+    n = len(leading)
+    order = (n + 3, n, n + 2, n + 4, n + 1, n + 5)
+    return np.ascontiguousarray(parts.transpose(*range(n), *order)).reshape(*leading, rows * columns)
+
+
 def cases():
     """All cases: every form of a product, and the rest small."""
     for n in (16, 64, 96, 128, 256):
@@ -230,6 +261,9 @@ def cases():
     yield tiles()
     yield tiles(rows=50, columns=40, pack=4, rows_out=45)
     yield tiles(rows=130, heads=1, pack=1, batches=1, rows_out=127)
+    yield reduce(7)
+    yield reduce(3, 64, element="float16")
+    yield reduce(5, 16, integers=False)
 
 
 def repeated():
@@ -257,7 +291,8 @@ def emulate(case, seed=0, text=None):
     memory = {name: _aligned_copy(array) for name, array in case.arrays.items()}
     args = case.packed(lambda name: memory[name].ctypes.data, encode)
     ranges = [(array, name in case.results) for name, array in memory.items()]
-    emulator.launch(function, 1, case.threads, args, case.constants["SHARED_BYTES"], ranges, seed=seed)
+    shared = case.constants["SHARED_BYTES"]
+    emulator.launch(function, case.grid, case.threads, args, shared, ranges, resident=True, seed=seed)
     return {name: memory[name] for name in case.results}
 
 
@@ -281,12 +316,13 @@ def on_device(case):
     """The results of a case on the current GPU."""
     import cupy
 
-    module = cupy.RawModule(code=case.text(), options=("-std=c++17", "-arch=sm_90a"))
+    options = ("-std=c++17", "-arch=sm_90a")
+    module = cupy.RawModule(code=case.text(), options=options, enable_cooperative_groups=case.grid > 1)
     kernel = module.get_function(case.kernel)
     kernel.max_dynamic_shared_size_bytes = shared = case.constants["SHARED_BYTES"]
     memory = {name: cupy.asarray(array.view(np.uint8).reshape(-1)) for name, array in case.arrays.items()}
     args = case.packed(lambda name: memory[name].data.ptr, encode_by_driver)
-    kernel((1,), (case.threads,), (np.void(args),), shared_mem=shared)
+    kernel((case.grid,), (case.threads,), (np.void(args),), shared_mem=shared)
     cupy.cuda.Device().synchronize()
     return {name: memory[name].get().view(x.dtype).reshape(x.shape) for name, x in case.results.items()}
 
