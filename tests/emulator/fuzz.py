@@ -14,12 +14,12 @@ from . import Emulator
 
 
 def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=True, **strategy):
-    """Run a check of forward on the emulated kernels.
+    """Run a check on the emulated kernels.
 
     Parameters
     ----------
     check : str
-        Name of one of `cuflash.testing.forward_checks`.
+        Name of one of `cuflash.testing.forward_checks` or `gradient_checks`.
     dtype : str
         Of the problems.
     dims : (head_dim, value_dim), optional
@@ -38,7 +38,7 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=Tr
     AssertionError, EmulatorError
         For the smallest problem found on which the check does not hold or a kernel breaks a rule.
     """
-    recipes = testing.problems(dtypes=[dtype], **strategy)
+    recipes, check = testing.problems(dtypes=[dtype], **strategy), getattr(testing, check)
     if dims is not None:
         recipes = recipes.map(lambda recipe: replace(recipe, head_dim=dims[0], value_dim=dims[1]))
 
@@ -48,7 +48,9 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=Tr
     )  # fmt: skip
     @given(recipes, st.integers(0, 2**32))
     def holds(recipe, seed):
-        getattr(testing, check)(Emulator(seed, engine=engine).forward, recipe, np, f"{engine} {dtype}")
+        emulator = Emulator(seed, engine=engine)
+        more = {"gradients": emulator.backward} if check in testing.gradient_checks else {}
+        check(emulator.forward, recipe, np, f"{engine} {dtype}", **more)
 
     holds()
 
