@@ -16,8 +16,8 @@
 // What limits speed: shared memory reads about as much as the tensor cores, and what either waits for between the two
 // barriers of a visit. A warp's B operand serves 32 rows, so that a product reads 128 bytes for each of the 128 clocks
 // ... 
+#include "backward_args.cuh"
 #include "mask.cuh"
-#include "place.cuh"
 #include "ptx.cuh"
 #include "tile.cuh"
 #include "visits.cuh"
@@ -55,7 +55,7 @@ constexpr int LISTED = 2 * WARP;  // visits
 // What a block is working on.
 struct alignas(16) Work {
     const char *q, *dout;  // row 0 of the group's first head
-    int64 first_tile;      // tile 0 of that head, among those of all heads
+    int first_tile;        // tile 0 of that head, among those of all heads, which an int counts: each has a turn counter
     int index;             // of the item
     int key;               // first of the tile
 };
@@ -92,19 +92,6 @@ constexpr int SLOPE_START = OFFSET_OF(Shared, slopes), WEIGHT_START = OFFSET_OF(
 constexpr int ROW_START = OFFSET_OF(Shared, rows), LIST_START = OFFSET_OF(Shared, list);
 constexpr int WORK_START = OFFSET_OF(Shared, work), NEXT_START = OFFSET_OF(Shared, next);
 
-struct Args {
-    const char *q, *k, *v, *dout, *out, *lse, *dlse;
-    char *dq, *dk, *dv, *row_lse, *row_delta, *dq_sum, *turns, *suspects;
-    Strides q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides, dk_strides, dv_strides;
-    int queries, keys, heads, group, head_dim, value_dim, batches1, first_shift, end_shift;
-    int query_tiles, key_tiles, cyclic, chunk, items, tile_q, tile_k, columns, parts, clear;
-    int dq_wide, dk_wide, dv_wide, boxes;
-    float scale, scale_log2;
-};
-template struct ArgsLayout<Args>;
-
-constexpr int TICKET = 0, COARSE = 1, FIRST_TURN = 32;  // int32s of `turns`
-
 using Scores = float[BLOCKS][QUERIES / 8][4];
 using Pairs = uint32[QUERIES / 16][BLOCKS][4];  // the same of 16 bits: A operands
 
@@ -112,11 +99,11 @@ __device__ __forceinline__ Visit listed_visit(uint32 shared, int n) {
     return load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed)).visit;
 }
 // The tile of a visit among those of all heads.
-__device__ __forceinline__ int64 tile_of(const Args& args, uint32 shared, const Visit& visit) {
+__device__ __forceinline__ int tile_of(const Args& args, uint32 shared, const Visit& visit) {
     return load_shared<Work>(shared + WORK_START).first_tile + visit.head * args.query_tiles + visit.tile;
 }
-__device__ __forceinline__ char* turn_counter(const Args& args, int64 tile) {
-    return args.turns + (FIRST_TURN + tile) * sizeof(int);
+__device__ __forceinline__ char* turn_counter(const Args& args, int tile) {
+    return args.turns + COUNTERS + static_cast<int64>(tile) * sizeof(int);
 }
 
 // A warp looks up 32 visits at once, one a lane.
@@ -128,7 +115,7 @@ __device__ __forceinline__ void list_visits(const Args& args, const Mask& mask, 
     listed.turn = turn_of(args, mask, item, listed.visit);
     const int row = listed.visit.tile * TILE_Q, last_row = clamp(row + TILE_Q, 0, args.queries) - 1;
     const int key = item.key_tile * TILE_K;
-    const bool coarse = load_global<int>(args.turns + COARSE * sizeof(int)) != 0;
+    const bool coarse = load_global<int>(args.turns + COARSE) != 0;
     listed.plain = !coarse && mask.first_key(last_row) <= key && mask.end_key(row) >= key + TILE_K;
     store_shared(shared + LIST_START + n % LISTED * sizeof(Listed), listed);
 }
@@ -151,7 +138,7 @@ __device__ __forceinline__ void load_rows(const Args& args, uint32 shared, int n
     if (thread < 2 * CHUNKS) {
         const char* from = thread < CHUNKS ? args.row_lse : args.row_delta;
         cp_async_16(shared + ROW_START + stage * (2 * TILE_Q * sizeof(float)) + thread * CHUNK,
-                    from + tile_of(args, shared, visit) * (TILE_Q * sizeof(float)) + thread % CHUNKS * CHUNK, true);
+                    from + static_cast<int64>(tile_of(args, shared, visit)) * (TILE_Q * sizeof(float)) + thread % CHUNKS * CHUNK, true);
     }
 }
 
@@ -263,23 +250,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
     const Mask mask(args.keys, args.first_shift, args.end_shift);
     const bool first_thread = fresh_thread_index() == 0;
     auto draw = [&] {
-        if (first_thread) store_shared(shared + NEXT_START, atomic_add(args.turns + TICKET * sizeof(int), 1));
+        if (first_thread) store_shared(shared + NEXT_START, atomic_add(args.turns + TICKET, 1));
     };
 
-    const int warp = uniform(warp_index()), mate = warp % MATES, key_row = warp / MATES * KEY_ROWS;
-    const int dq_mate = warp % DQ_MATES, dq_row = warp / DQ_MATES * DQ_ROWS;
-    // Where this lane finds, in their tiles: the warp's keys as A operands, its queries as B operands;
-    const uint32 lane_k = lane_of_a<HEAD_DIM>() + KEY_START + key_row * KeyTile::PITCH;
-    const uint32 lane_v = lane_of_a<VALUE_DIM>() + VALUE_START + key_row * ValueTile::PITCH;
-    const uint32 lane_q = lane_of_b<HEAD_DIM>() + mate * (PARTS * QUERIES) * QueryTile::PITCH;
-    const uint32 lane_dout = lane_of_b<VALUE_DIM>() + mate * (PARTS * QUERIES) * ValueTile::PITCH;
-    // the columns it has of dk and dv; its keys and queries of p^T and ds^T;
-    const uint32 lane_dk = lane_of_a<HEAD_DIM>(2 * mate), lane_dv = lane_of_a<VALUE_DIM>(2 * mate);
-    const uint32 lane_put = lane_of_pair<TILE_Q>(mate * (PARTS * QUERIES / 8)) + key_row * PairTile::PITCH;
-    const uint32 lane_pairs = lane_of_a<TILE_Q>() + key_row * PairTile::PITCH;
-    // its queries of ds^T and columns of k, for dq.
-    const uint32 lane_slopes = lane_of_b<TILE_Q>(dq_row / 8), lane_dq = lane_of_a<HEAD_DIM>(2 * dq_mate);
-
+    // Facts of the warp, each found anew where it is used rather than in registers all along.
+    auto mate = [] { return warp_index() % MATES; };
+    auto key_row = [] { return warp_index() / MATES * KEY_ROWS; };
+    auto last_warp = [] { return warp_index() == WARPS - 1; };
     auto listed_index = [&] { return load_shared<Work>(shared + WORK_START).index; };
 
     draw();
@@ -296,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                 store_shared(shared + WORK_START,
                              Work{args.q + args.q_strides.offset(item.batch0, item.batch1, head),
                                   args.dout + args.dout_strides.offset(item.batch0, item.batch1, head),
-                                  (item.batch * args.heads + head) * args.query_tiles, index, key});
+                                  (static_cast<int>(item.batch) * args.heads + head) * args.query_tiles, index, key});
             }
             if (visits > 0) {
                 TileCopy<TILE_K, HEAD_DIM, THREADS>::copy(
@@ -307,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                     shared + VALUE_START,
                     args.v + args.v_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.v_strides.row,
                     args.v_strides.row, args.value_dim, 0, args.keys - key);
-                if (warp == WARPS - 1) list_visits(args, mask, item, shared, 0);
+                if (last_warp()) list_visits(args, mask, item, shared, 0);
                 sync_threads();  // the list is there
                 load_rows(args, shared, 0);
             }
@@ -324,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
             sync_threads();  // the tiles are here for all warps, and all have left what is filled next
             if (STAGES == 2 && n + 1 < visits) load_rows(args, shared, n + 1);
             cp_async_commit_group();
-            if (n % WARP == WARP / 2 && warp == WARPS - 1) {
+            if (n % WARP == WARP / 2 && last_warp()) {
                 list_visits(args, mask, locate_item(args, mask, listed_index()), shared, n + WARP / 2);
             }
 
@@ -333,14 +310,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
 #pragma unroll 1
             for (int part = 0; part < PARTS; ++part) {
                 const Listed listed = load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed));
-                const int query = (mate * PARTS + part) * QUERIES;
+                const int query = (mate() * PARTS + part) * QUERIES;
                 const uint32 rows = shared + ROW_START + n % STAGES * (2 * TILE_Q * sizeof(float)) +
                                     (query + lane_index() % 4 * 2) * sizeof(float);
                 auto seen = [&] {
-                    return Seen(args, mask, load_shared<Work>(shared + WORK_START).key + key_row,
+                    return Seen(args, mask, load_shared<Work>(shared + WORK_START).key + key_row(),
                                 listed.visit.tile * TILE_Q + query);
                 };
                 Scores p, dp;
+                const uint32 lane_k = lane_of_a<HEAD_DIM>() + KEY_START + key_row() * KeyTile::PITCH;
+                const uint32 lane_v = lane_of_a<VALUE_DIM>() + VALUE_START + key_row() * ValueTile::PITCH;
+                const uint32 lane_q = lane_of_b<HEAD_DIM>() + mate() * (PARTS * QUERIES) * QueryTile::PITCH;
+                const uint32 lane_dout = lane_of_b<VALUE_DIM>() + mate() * (PARTS * QUERIES) * ValueTile::PITCH;
                 multiply_transposed<Element, BLOCKS, QUERIES / 8, HEAD_DIM / 16, HEAD_DIM>(
                     p,
                     [&](uint32(&a)[4], int block, int k) {
@@ -363,6 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                     });
                 }
                 Pairs weights, slopes;
+                const uint32 lane_put = lane_of_pair<TILE_Q>(mate() * (PARTS * QUERIES / 8)) + key_row() * PairTile::PITCH;
                 multiply_transposed<Element, BLOCKS, QUERIES / 8, VALUE_DIM / 16, VALUE_DIM>(
                     dp,
                     [&](uint32(&a)[4], int block, int k) {
@@ -401,6 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                     if (e == 2) store_pair(shared + SLOPE_START, PairTile::step(lane_put, 0, part * (QUERIES / 8)), block, n, slopes[n / 2][block]);
                 });
                 if constexpr (MATES == 1) {
+                    const uint32 lane_dk = lane_of_a<HEAD_DIM>(), lane_dv = lane_of_a<VALUE_DIM>();
 #pragma unroll
                     for (int step = 0; step < QUERIES / 16; ++step) {
                         multiply_add<Element, BLOCKS, VALUE_DIM / 8 / MATES, VALUE_DIM>(dv, weights[step], douts, lane_dv,
@@ -415,6 +398,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
             }
             sync_threads();  // p^T and ds^T are here
             if constexpr (MATES > 1) {
+                const uint32 lane_pairs = lane_of_a<TILE_Q>() + key_row() * PairTile::PITCH;
+                const uint32 lane_dk = lane_of_a<HEAD_DIM>(2 * mate()), lane_dv = lane_of_a<VALUE_DIM>(2 * mate());
                 add_product<VALUE_DIM>(dv, shared + WEIGHT_START, douts, lane_pairs, lane_dv);
                 add_product<HEAD_DIM>(dk, shared + SLOPE_START, queries, lane_pairs, lane_dk);
             }
@@ -424,9 +409,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                 cp_async_commit_group();
             }
 
-            const Listed listed = load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed));
-            const int64 tile = tile_of(args, shared, listed.visit);
-            int turns = ORDERED ? load_relaxed(turn_counter(args, tile)) : 1;  // back before the product ends
+            auto turns_had = [&] {
+                return load_relaxed(turn_counter(args, tile_of(args, shared, listed_visit(shared, opaque(n)))));
+            };
+            int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
+            // The warp's queries of ds^T and columns of k; computed here rather than in registers all along.
+            const int dq_mate = warp_index() % DQ_MATES, dq_row = warp_index() / DQ_MATES * DQ_ROWS;
+            const uint32 lane_slopes = lane_of_b<TILE_Q>(dq_row / 8), lane_dq = lane_of_a<HEAD_DIM>(2 * dq_mate);
             float dq[DQ_BLOCKS][DQ_COLUMNS / 8][4] = {};
 #pragma unroll
             for (int step = 0; step < TILE_K / 16; ++step) {
@@ -440,9 +429,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
             }
             // Nothing is read that another block has written, so that no more is to be acquired: memory adds, and it has
             // added what came before a counter that it shows.
-            while (ORDERED && turns < listed.turn) turns = load_relaxed(turn_counter(args, tile));
+            const Listed listed = load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed));
+            while (ORDERED && turns < listed.turn) turns = turns_had();
             if (n + 1 == visits) draw();  // not before: a block that waits holds no item but its own
-            char* to = args.dq_sum + tile * (TILE_Q * HEAD_DIM * static_cast<int>(sizeof(float))) +
+            char* to = args.dq_sum + static_cast<int64>(tile_of(args, shared, listed.visit)) * (TILE_Q * HEAD_DIM * sizeof(float)) +
                        (dq_row / 64 * (HEAD_DIM / 8) * 4 + 2 * dq_mate * 4 + dq_row % 64 / 16) * 512 + lane_index() * 16;
             auto each_block = [&](auto put) {
 #pragma unroll
