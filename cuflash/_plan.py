@@ -247,7 +247,7 @@ BACKWARD_TILES = {
     256: ((64, 64, 8, 1, 2), (64, 64, 8, 1, 1), (64, 16, 4, 1, 1)),
 }
 # The same of the sm90 engine: tile_q, tile_k, warps.
-HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12)}
+HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12), 256: (64, 64, 12)}
 
 
 def backward_variant(dtype, head_dim, value_dim, limits):
@@ -270,9 +270,11 @@ def backward_variant(dtype, head_dim, value_dim, limits):
 def hopper_backward_variant(dtype, dim):
     """The sm90 engine's main kernel of backward for a padded head dim, of v too."""
     tile_q, tile_k, warps = HOPPER_BACKWARD_TILES[dim]
-    shared = 4 * dim * (2 * tile_q + tile_k) + 4 * tile_q * tile_k  # q and dout twice; k and v; ds twice
-    shared += 2 * 4 * 64 * 64 + 2 * 2 * 64 * dim  # of each consumer: a part of dq; dk or dv on the way out
-    shared += 16 * tile_q + 8 * 16 + 2 * 48 + 24 * 8  # numbers of rows, visits, items, barriers
+    roles = dim > 128  # of the two consumers, which have one stage of dout and leave dk, dv where k, v were
+    stages, grads, weights = (3, 16, 4 * tile_q * tile_k) if roles else (4, 2 * 64 * dim, 16)  # no array is empty
+    shared = 2 * dim * (stages * tile_q + 2 * tile_k) + 4 * tile_q * tile_k  # q and dout; k and v; ds twice
+    shared += 2 * (4 * 64 * 64 + grads) + weights  # of each consumer: a piece of dq, dk or dv on the way out
+    shared += 4 * stages * tile_q + 8 * 32 + 2 * 48 + 8 * (34 + 2 * stages)  # numbers of rows, visits, items, barriers
     return Variant("backward_sm90", dtype, "window", dim, dim, tile_q, tile_k, warps, 1, 2, shared)
 
 

@@ -190,7 +190,8 @@ class Variant:
         """The products of a warpgroup of the sizes in use."""
         sizes = {
             "forward_sm90": (self.tile_k, self.value_dim),
-            "backward_sm90": (self.tile_q, self.head_dim, 64),  # the last: columns of a consumer's part of dq
+            # The last: columns of a consumer's part of dq.
+            "backward_sm90": (self.tile_q, self.head_dim, self.tile_q * self.head_dim // 128),
         }
         return wgmma(self.element, sizes[self.kernel]) if self.hopper else ""
 

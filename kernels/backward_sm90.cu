@@ -4,26 +4,30 @@
 //   dv = p^T dout, dk = scale ds^T q, dq_sum = ds k       row_lse, row_delta: of backward_rows.cu
 //
 // Blocks stay, one a multiprocessor, and draw items: a tile of keys of one key head, which they bring once and visit
-// with every tile of queries that sees some of it (visits.cuh). A block has a producer warpgroup, of which three threads
-// work, and two consumers, of 64 keys each.
+// with every tile of queries that sees some of it (visits.cuh). A block has a producer warpgroup, four threads of which
+// work, and two consumers.
 //
-// Everything a consumer computes has its keys as rows. The accumulators of k q^T and v dout^T are then, as weights and
-// their gradients ds, the A operands of the products with dout and q that dv and dk sum: they never leave registers, nor
-// do dv and dk. For dq alone, a sum over keys of both consumers, ds goes to shared memory, transposed; a consumer makes
-// one part of the product ds k: 64 of the tile's columns or, where TILE_Q is 128, of its rows. The part goes on, by way
-// of shared memory, to a thread of the producer warpgroup, which waits for the block's turn and has it added in global
-// memory. Turns make dq reproducible and need no zeros: the first stores.
+// Everything a consumer computes has keys as rows, 64 of them. The accumulators of k q^T and v dout^T are then, as p
+// and ds, the A operands of the products with dout and q that dv and dk sum: they never leave registers, nor do dv and
+// dk. For dq alone ds goes to shared memory, transposed; each consumer makes one part of the product ds k, a half of its
+// columns or, where TILE_Q is 128, of its rows. The part goes on, by way of shared memory, to a thread of the producer
+// warpgroup, which waits for the block's turn and has it added in global memory. Turns make dq reproducible, and no sum
+// needs zeros to begin with: the first stores.
 //
-// The consumers take turns too. While one has its exponentials to compute, the tensor cores have the products of the
-// other, and a token sees to it: who has it issues the products of a visit, those of dv and dk first, up to dp of the
-// next visit, and gives it away. Products of dv and dk stay in flight from a visit to the next; dq comes two visits
-// late, when both consumers' ds have long been written.
+// To head_dim 128 both consumers do the same, for 64 keys each, and take turns. While one computes exponentials, the
+// tensor cores have the products of the other, and a token sees to it: who has it issues the products of a visit, those
+// of dv and dk, up to dp of the next visit, and gives it away. The products of dv and dk stay in flight meanwhile; dq
+// comes two visits late, when both consumers' ds have long been written.
+//
+// Beyond, registers hold only one of dv and dk, so the consumers have roles, with the same 64 keys. The first makes p,
+// which it leaves in shared memory for the other, and dv; the second dp, ds and dk. They run out of step by themselves.
 //
 // The copies of a tile of queries end a phase of its `full` barrier, the warps that have read it one of its `empty`
-// barrier, and so for all that lies in shared memory. Visits are numbered through all items of the block, and so are the
-// items: stage and parity follow from the number.
+// barrier, and so for all that lies in shared memory. Visits are numbered through all items of the block, and so are
+// the items: stage and parity follow from the number.
 //
-// What limits speed: the tensor cores and the ports of shared memory, and with either the power they take.
+// What limits speed: to head_dim 128 the tensor cores and the ports of shared memory, with either the power they take;
+// at 256 the L2 cache, which has 64 keys' share of dq to add for each 64 KB of products' operands.
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx_sm90.cuh"
@@ -32,78 +36,88 @@
 
 namespace cuflash {
 
+constexpr bool ROLES = HEAD_DIM > 128;  // else consumers take turns
+constexpr int CONSUMERS = 2;
 constexpr int ROWS = 64;  // keys of a consumer
-constexpr int CONSUMERS = TILE_K / ROWS;
 constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
 
 static_assert(HEAD_DIM == VALUE_DIM, "one size for both: copies fill the columns that are not there with zeros");
-static_assert(CONSUMERS == 2 && WARPS == 4 * (1 + CONSUMERS), "WARPS: a producer, and two consumers of 64 keys");
-static_assert(TILE_Q * HEAD_DIM == 128 * 64, "TILE_Q: a consumer's part of dq is 64 x 64");
+static_assert(TILE_K == (ROLES ? ROWS : CONSUMERS * ROWS), "TILE_K: 64 keys a consumer, the same ones for roles");
+static_assert(TILE_Q == (HEAD_DIM == 64 ? 128 : 64), "TILE_Q: what registers and shared memory hold");
+static_assert(WARPS == 4 * (1 + CONSUMERS), "WARPS: a producer, and two consumers");
 static_assert(STAGES == 2, "STAGES: the other one is 1 - stage");
 
+constexpr int DOUT_STAGES = ROLES ? 1 : STAGES;
 constexpr bool PARTS_ARE_ROWS = TILE_Q == 128;  // of a tile of dq, else columns
-constexpr int PART_COLUMNS = 64;
-constexpr int PART_BYTES = ROWS * PART_COLUMNS * 4;
-constexpr int LAG = 2;  // visits that dq comes later; its buffers are the stages of ds
+constexpr int PART_COLUMNS = TILE_Q * HEAD_DIM / CONSUMERS / ROWS;
+constexpr int PIECES = PART_COLUMNS / 64;  // in which a part is sent
+constexpr int PIECE_BYTES = ROWS * 64 * 4;
+constexpr int LAG = 2;  // visits that dq comes later where consumers take turns; its buffers are the stages of ds
 constexpr bool TOKEN_EARLY = HEAD_DIM == 64;  // the token goes on before dp, whose product is short
 
 // A multiprocessor's 64 K registers are dealt out 168 a thread. The producer gives away what the consumers need.
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
 using QueryTile = Panels<TILE_Q, HEAD_DIM>;  // q and dout
 using KeyTile = Panels<TILE_K, HEAD_DIM>;    // k and v
-using ScoreTile = Panels<TILE_Q, TILE_K>;    // ds: a panel is a consumer's
-using GradTile = Panels<ROWS, HEAD_DIM>;     // a consumer's dk or dv, as elements
+using ScoreTile = Panels<TILE_Q, TILE_K>;    // ds
+using GradTile = Panels<ROWS, HEAD_DIM>;     // dk or dv, as elements
 constexpr int ROW_BYTES = TILE_Q * 4;        // row_lse or row_delta
 
-// A visit, for those that follow the producer.
+// A visit, for those that follow the plan.
 struct alignas(16) Step {
+    int head;
     int place;   // of the tile of queries, among those of all heads
     int turn;    // blocks whose dq comes first
     int row;     // the tile's first
     int tested;  // by bit: consumers whose pairs need a test
 };
-constexpr int STEPS = 8;  // the producer is never so many ahead of the last to read one
+constexpr int STEPS = 8;  // planned and not yet sent
 constexpr int NONE = -1;  // visits of what comes after the last item
 
-// Barriers of the asynchronous kind: see the head of this file.
 struct Shared {
     char queries[STAGES][QueryTile::BYTES];
-    char douts[STAGES][QueryTile::BYTES];
+    char douts[DOUT_STAGES][QueryTile::BYTES];
     char keys[KeyTile::BYTES];
     char values[KeyTile::BYTES];
     char dscores[STAGES][ScoreTile::BYTES];
-    char parts[CONSUMERS][PART_BYTES];
-    char grads[CONSUMERS][GradTile::BYTES];
+    char parts[CONSUMERS][PIECE_BYTES];
+    char grads[CONSUMERS][ROLES ? 16 : GradTile::BYTES];        // on their way; for roles in place of keys and values
+    char weights[ROLES ? TILE_K * TILE_Q * 4 : 16];             // from the first role to the second
     float row_lse[STAGES][TILE_Q];
-    float row_delta[STAGES][TILE_Q];
+    float row_delta[DOUT_STAGES][TILE_Q];
     Step steps[STEPS];
     Item items[2];
-    uint64 queries_full[STAGES], queries_empty[STAGES];  // q and row_lse
-    uint64 douts_full[STAGES], douts_empty[STAGES];      // dout and row_delta
+    uint64 queries_full[STAGES], queries_empty[STAGES];          // q and row_lse
+    uint64 douts_full[DOUT_STAGES], douts_empty[DOUT_STAGES];    // dout and row_delta
     uint64 keys_full, keys_empty, values_full, values_empty;
-    uint64 dscores_full[STAGES], dscores_empty[STAGES];  // empty: once a visit, so full for the first as well
+    uint64 dscores_full[STAGES], dscores_empty[STAGES];
+    uint64 weights_full, weights_empty;
     uint64 parts_full[CONSUMERS], parts_empty[CONSUMERS];
+    uint64 steps_full[STEPS], steps_empty[STEPS];
     uint64 items_full[2], items_empty[2];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles and barriers take");
 constexpr int QUERY_START = OFFSET_OF(Shared, queries), DOUT_START = OFFSET_OF(Shared, douts);
 constexpr int KEY_START = OFFSET_OF(Shared, keys), VALUE_START = OFFSET_OF(Shared, values);
 constexpr int DSCORE_START = OFFSET_OF(Shared, dscores), PART_START = OFFSET_OF(Shared, parts);
-constexpr int GRAD_START = OFFSET_OF(Shared, grads), STEP_START = OFFSET_OF(Shared, steps);
+constexpr int WEIGHT_START = OFFSET_OF(Shared, weights), GRAD_START = OFFSET_OF(Shared, grads);
 constexpr int ROW_LSE_START = OFFSET_OF(Shared, row_lse), ROW_DELTA_START = OFFSET_OF(Shared, row_delta);
+constexpr int STEP_START = OFFSET_OF(Shared, steps), STEP_BYTES = sizeof(Step);
 constexpr int ITEM_START = OFFSET_OF(Shared, items), ITEM_BYTES = sizeof(Item);
 constexpr int QUERIES_FULL = OFFSET_OF(Shared, queries_full), QUERIES_EMPTY = OFFSET_OF(Shared, queries_empty);
 constexpr int DOUTS_FULL = OFFSET_OF(Shared, douts_full), DOUTS_EMPTY = OFFSET_OF(Shared, douts_empty);
 constexpr int KEYS_FULL = OFFSET_OF(Shared, keys_full), KEYS_EMPTY = OFFSET_OF(Shared, keys_empty);
 constexpr int VALUES_FULL = OFFSET_OF(Shared, values_full), VALUES_EMPTY = OFFSET_OF(Shared, values_empty);
 constexpr int DSCORES_FULL = OFFSET_OF(Shared, dscores_full), DSCORES_EMPTY = OFFSET_OF(Shared, dscores_empty);
+constexpr int WEIGHTS_FULL = OFFSET_OF(Shared, weights_full), WEIGHTS_EMPTY = OFFSET_OF(Shared, weights_empty);
 constexpr int PARTS_FULL = OFFSET_OF(Shared, parts_full), PARTS_EMPTY = OFFSET_OF(Shared, parts_empty);
+constexpr int STEPS_FULL = OFFSET_OF(Shared, steps_full), STEPS_EMPTY = OFFSET_OF(Shared, steps_empty);
 constexpr int ITEMS_FULL = OFFSET_OF(Shared, items_full), ITEMS_EMPTY = OFFSET_OF(Shared, items_empty);
 
-// Barriers by name, of consumer 0 and, after it, consumer 1.
-constexpr int TOKEN = 1;    // has come
-constexpr int STAGING = 3;  // its buffer in `grads` is free, or written
+// Barriers by number, of consumer 0 and, after it, of consumer 1.
+constexpr int TOKEN = 1;    // has come; of roles, number 1 alone: the first needs the keys no more
+constexpr int STAGING = 3;  // its dk or dv has left, or lies in shared memory
 
 struct Args {
     const char *q, *k, *v, *dout, *out, *lse, *dlse;
@@ -124,113 +138,154 @@ struct Args {
 };
 template struct ArgsLayout<Args>;
 
-constexpr int COARSE = 4;  // offset in `turns`: whether some row_lse is too large to be close
-constexpr int TURNS = 32 * 4;
+// Offsets in turns, in bytes: see backward_args.cuh.
+constexpr int TICKET = 0, COARSE = 4, COUNTERS = 128;
 
-__device__ __forceinline__ uint32 barrier(uint32 shared, int start, int index = 0) { return shared + start + 8 * index; }
-// Of the numbered use of a ring of two.
-__device__ __forceinline__ int stage_of(uint32 number) { return number % 2; }
-__device__ __forceinline__ uint32 parity_of(uint32 number) { return number / 2 % 2; }
-
+__device__ __forceinline__ uint32 barrier(uint32 shared, int start, int index = 0) {
+    return shared + start + 8 * index;
+}
+// Of the numbered use of a ring.
+template <int LENGTH = 2>
+__device__ __forceinline__ int stage_of(uint32 number) {
+    return number % LENGTH;
+}
+template <int LENGTH = 2>
+__device__ __forceinline__ uint32 parity_of(uint32 number) {
+    return number / LENGTH % 2;
+}
 __device__ __forceinline__ uint32 item_at(uint32 shared, uint32 number) {
     return shared + ITEM_START + stage_of(number) * ITEM_BYTES;
 }
 __device__ __forceinline__ uint32 step_at(uint32 shared, uint32 visit) {
-    return shared + STEP_START + visit % STEPS * static_cast<uint32>(sizeof(Step));
+    return shared + STEP_START + stage_of<STEPS>(visit) * STEP_BYTES;
 }
+// Of a tile of keys.
+__device__ __forceinline__ int first_key_of(int consumer) { return ROLES ? 0 : consumer * ROWS; }
 
 // The producer -------------------------------------------------------------------------------------------------------
 //
 // Of its warpgroup single threads work: nothing here may shuffle.
 
-// The next item, early, so that it is brought while this one ends. A block must not draw two that wait for each other,
-// so where tiles of keys go round it draws no second one of a chunk: there are blocks for all of them.
-__device__ __forceinline__ int draw(const Args& args, int index) {
+// The item after this one, early, so that it is brought while this one ends. A block must not draw two that wait for
+// each other, so where tiles of keys go round it draws no second one of a chunk: there are blocks for all of them.
+__device__ __forceinline__ int draw(const Args& args, const Item& item) {
     if (args.cyclic) {
-        const int tile = index % args.key_tiles, end = (tile / args.chunk + 1) * args.chunk;
-        const int left = (end < args.key_tiles ? end : args.key_tiles) - tile;
-        while (load_acquire(args.turns) + grid_size() < index + left) {
+        const int end = (item.key_tile / args.chunk + 1) * args.chunk;
+        const int head = static_cast<int>(item.batch) * (args.heads / args.group) + item.key_head;
+        const int drawn = head * args.key_tiles + (end < args.key_tiles ? end : args.key_tiles);
+        while (load_acquire(args.turns + TICKET) < drawn) {
         }
     }
-    return atomic_add(args.turns, 1) + grid_size();
+    return atomic_add(args.turns + TICKET, 1);
 }
 
 // Which consumers have pairs to test.
-__device__ __forceinline__ int tested(const Args& args, const Mask& mask, int row, int key) {
+__device__ __forceinline__ int tested(const Args& args, const Mask& mask, int row, int tile_key) {
     const int first_key = mask.first_key(clamp(row + TILE_Q, 0, args.queries) - 1), end_key = mask.end_key(row);
     int bits = 0;
 #pragma unroll
-    for (int consumer = 0; consumer < CONSUMERS; ++consumer, key += ROWS) {
+    for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+        const int key = tile_key + first_key_of(consumer);
         if (key < first_key || key + ROWS > end_key) bits |= 1 << consumer;
     }
     return bits;
 }
 
-__device__ __forceinline__ void produce(const Args& args, const Mask& mask, uint32 shared) {
-    const bool coarse = load_global<int>(args.turns + COARSE) != 0;
-    uint32 visit = 0, brought = 0;  // brought: items with visits
-    int index = static_cast<int>(fresh_block_index());
+// Draws items and plans their visits.
+__device__ __forceinline__ void plan(const Args& args, const Mask& mask, uint32 shared) {
+    uint32 visit = 0;
+    int index = atomic_add(args.turns + TICKET, 1);
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {
         const uint32 item_shared = item_at(shared, number);
         mbarrier_wait(barrier(shared, ITEMS_EMPTY, stage_of(number)), parity_of(number) ^ 1);
-        const bool last = index >= args.items;
-        if (last) {
+        if (index >= args.items) {
             store_shared(item_shared + OFFSET_OF(Item, visits), NONE);
-        } else {
-            store_shared(item_shared, locate_item(args, mask, index));
+            mbarrier_arrive(barrier(shared, ITEMS_FULL, stage_of(number)));
+            break;
         }
+        store_shared(item_shared, locate_item(args, mask, index));
         mbarrier_arrive(barrier(shared, ITEMS_FULL, stage_of(number)));
-        if (last) break;
 
-        const int visits = load_shared<int>(item_shared + OFFSET_OF(Item, visits));
         Visit place{load_shared<int>(item_shared + OFFSET_OF(Item, start_head)),
                     load_shared<int>(item_shared + OFFSET_OF(Item, start))};
 #pragma unroll 1
-        for (int n = 0; n < visits; ++n, ++visit) {
-            const Item item = load_shared<Item>(item_shared);  // again: registers are few
-            const int stage = stage_of(visit), row = place.tile * TILE_Q, head = item.key_head * args.group + place.head;
-            Step step;
-            step.place = static_cast<int>(item.batch * args.heads + head) * args.query_tiles + place.tile;
-            step.turn = turn_of(args, mask, item, place);
-            step.row = row;
-            step.tested = coarse ? (1 << CONSUMERS) - 1 : tested(args, mask, row, item.key_tile * TILE_K);
-            const Corner query{0, head, row, item.batch0, item.batch1};
-            const Corner key{0, item.key_head, item.key_tile * TILE_K, item.batch0, item.batch1};
-
-            mbarrier_wait(barrier(shared, QUERIES_EMPTY, stage), parity_of(visit) ^ 1);
+        for (int left = load_shared<int>(item_shared + OFFSET_OF(Item, visits)); left > 0; --left, ++visit) {
+            Step step;  // the item is read again and again: registers are few
+            step.turn = turn_of(args, mask, load_shared<Item>(item_shared), place);
+            mbarrier_wait(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)), parity_of<STEPS>(visit) ^ 1);
+            const Item item = load_shared<Item>(item_shared);
+            step.head = item.key_head * args.group + place.head;
+            step.place = static_cast<int>(item.batch * args.heads + step.head) * args.query_tiles + place.tile;
+            step.row = place.tile * TILE_Q;
+            const bool coarse = load_global<int>(args.turns + COARSE) != 0;
+            step.tested = coarse ? (1 << CONSUMERS) - 1 : tested(args, mask, step.row, item.key_tile * TILE_K);
             store_shared(step_at(shared, visit), step);
-            QueryTile::load(shared + QUERY_START + stage * QueryTile::BYTES, args.q_map,
-                            barrier(shared, QUERIES_FULL, stage), query, EVICT_LAST);
-            mbarrier_arrive_expect_tx(barrier(shared, QUERIES_FULL, stage), ROW_BYTES);
-            cp_async_bulk_load(shared + ROW_LSE_START + stage * ROW_BYTES,
-                               args.row_lse + static_cast<int64>(step.place) * ROW_BYTES, ROW_BYTES,
-                               barrier(shared, QUERIES_FULL, stage));
-            if (n == 0) {
-                mbarrier_wait(barrier(shared, VALUES_EMPTY), brought % 2 ^ 1);
-                KeyTile::load(shared + VALUE_START, args.v_map, barrier(shared, VALUES_FULL), key, EVICT_FIRST);
-            }
-            mbarrier_wait(barrier(shared, DOUTS_EMPTY, stage), parity_of(visit) ^ 1);
-            QueryTile::load(shared + DOUT_START + stage * QueryTile::BYTES, args.dout_map,
-                            barrier(shared, DOUTS_FULL, stage), query, EVICT_LAST);
-            mbarrier_arrive_expect_tx(barrier(shared, DOUTS_FULL, stage), ROW_BYTES);
-            cp_async_bulk_load(shared + ROW_DELTA_START + stage * ROW_BYTES,
-                               args.row_delta + static_cast<int64>(step.place) * ROW_BYTES, ROW_BYTES,
-                               barrier(shared, DOUTS_FULL, stage));
-            if (n == 0) {  // the keys last, since those before are the last to be free
-                mbarrier_wait(barrier(shared, KEYS_EMPTY), brought % 2 ^ 1);
-                KeyTile::load(shared + KEY_START, args.k_map, barrier(shared, KEYS_FULL), key, EVICT_FIRST);
-                ++brought;
-            }
+            mbarrier_arrive(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)));
             place.advance(item, args.group);
         }
-        index = draw(args, index);
+        index = draw(args, load_shared<Item>(item_shared));
+    }
+}
+
+// Brings keys and values of each item, q, dout and the rows' numbers of each visit.
+__device__ __forceinline__ void bring(const Args& args, uint32 shared) {
+    uint32 visit = 0;
+    // What is read again and again from shared memory need not stay in registers, which are few.
+    auto load_queries = [&](uint32 item_shared, uint32 tile, const TensorMap& map, uint32 numbers_shared,
+                            const char* numbers, uint32 full) {
+        const Step step = load_shared<Step>(step_at(shared, visit));
+        mbarrier_arrive_expect_tx(full, ROW_BYTES);
+        cp_async_bulk_load(numbers_shared, numbers + static_cast<int64>(step.place) * ROW_BYTES, ROW_BYTES, full);
+        const Item item = load_shared<Item>(item_shared);
+        QueryTile::load(tile, map, full, {0, step.head, step.row, item.batch0, item.batch1}, EVICT_LAST);
+    };
+    auto load_keys = [&](uint32 item_shared, uint32 tile, const TensorMap& map, uint32 full) {
+        const Item item = load_shared<Item>(item_shared);
+        const Corner corner{0, item.key_head, item.key_tile * TILE_K, item.batch0, item.batch1};
+        KeyTile::load(tile, map, full, corner, EVICT_FIRST);
+    };
+#pragma unroll 1
+    for (uint32 number = 0;; ++number) {
+        const uint32 item_shared = item_at(shared, number);
+        mbarrier_wait(barrier(shared, ITEMS_FULL, stage_of(number)), parity_of(number));
+        const int visits = load_shared<int>(item_shared + OFFSET_OF(Item, visits));
+        if (visits == NONE) break;
+        if (visits == 0) {  // nothing to bring
+            mbarrier_wait(barrier(shared, VALUES_EMPTY), number % 2 ^ 1);
+            mbarrier_arrive(barrier(shared, VALUES_FULL));
+            mbarrier_wait(barrier(shared, KEYS_EMPTY), number % 2 ^ 1);
+            mbarrier_arrive(barrier(shared, KEYS_FULL));
+        }
+#pragma unroll 1
+        for (int n = 0; n < visits; ++n, ++visit) {
+            mbarrier_wait(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)), parity_of<STEPS>(visit));
+
+            const int stage = stage_of(visit), dout_stage = stage_of<DOUT_STAGES>(visit);
+            mbarrier_wait(barrier(shared, QUERIES_EMPTY, stage), parity_of(visit) ^ 1);
+            load_queries(item_shared, shared + QUERY_START + stage * QueryTile::BYTES, args.q_map,
+                         shared + ROW_LSE_START + stage * ROW_BYTES, args.row_lse,
+                         barrier(shared, QUERIES_FULL, stage));
+            if (n == 0) {
+                mbarrier_wait(barrier(shared, VALUES_EMPTY), number % 2 ^ 1);
+                load_keys(item_shared, shared + VALUE_START, args.v_map, barrier(shared, VALUES_FULL));
+            }
+            mbarrier_wait(barrier(shared, DOUTS_EMPTY, dout_stage), parity_of<DOUT_STAGES>(visit) ^ 1);
+            load_queries(item_shared, shared + DOUT_START + dout_stage * QueryTile::BYTES, args.dout_map,
+                         shared + ROW_DELTA_START + dout_stage * ROW_BYTES, args.row_delta,
+                         barrier(shared, DOUTS_FULL, dout_stage));
+            if (n == 0) {  // the keys last: those before are the last to be done with
+                mbarrier_wait(barrier(shared, KEYS_EMPTY), number % 2 ^ 1);
+                load_keys(item_shared, shared + KEY_START, args.k_map, barrier(shared, KEYS_FULL));
+                    }
+        }
+        mbarrier_arrive(barrier(shared, ITEMS_EMPTY, stage_of(number)));
     }
 }
 
 // Sends a consumer's parts of dq to global memory, each in its turn.
 __device__ __forceinline__ void send(const Args& args, uint32 shared, int consumer) {
-    const uint32 part = shared + PART_START + consumer * PART_BYTES;
+    const uint32 piece_shared = shared + PART_START + consumer * PIECE_BYTES;
     uint32 visit = 0;
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {
@@ -240,24 +295,29 @@ __device__ __forceinline__ void send(const Args& args, uint32 shared, int consum
         if (visits == NONE) break;
 #pragma unroll 1
         for (int n = 0; n < visits; ++n, ++visit) {
-            mbarrier_wait(barrier(shared, PARTS_FULL, consumer), visit % 2);
+            mbarrier_wait(barrier(shared, PARTS_FULL, consumer), visit * PIECES % 2);
             const Step step = load_shared<Step>(step_at(shared, visit));
-            const int64 place = static_cast<int64>(step.place) * CONSUMERS + consumer;
-            char* const counter = args.turns + TURNS + place * 4;
-            char* const sum = args.dq_sum + place * PART_BYTES;
+            mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));
+            const int64 part = static_cast<int64>(step.place) * CONSUMERS + consumer;
+            char* const counter = args.turns + COUNTERS + part * 4;
+            char* const sum = args.dq_sum + part * (PIECES * PIECE_BYTES);
             if (ORDERED) {
                 while (load_acquire(counter) != step.turn) {
                 }
                 fence_proxy_async_global();
             }
-            if (ORDERED && step.turn == 0) {
-                cp_async_bulk_store(sum, part, PART_BYTES);
-            } else {
-                cp_reduce_async_bulk_add(sum, part, PART_BYTES);
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece) {
+                if (piece > 0) mbarrier_wait(barrier(shared, PARTS_FULL, consumer), (visit * PIECES + piece) % 2);
+                if (ORDERED && step.turn == 0) {
+                    cp_async_bulk_store(sum + piece * PIECE_BYTES, piece_shared, PIECE_BYTES);
+                } else {
+                    cp_reduce_async_bulk_add(sum + piece * PIECE_BYTES, piece_shared, PIECE_BYTES);
+                }
+                cp_async_bulk_commit_group();
+                cp_async_bulk_wait_group_read<0>();
+                mbarrier_arrive(barrier(shared, PARTS_EMPTY, consumer));
             }
-            cp_async_bulk_commit_group();
-            cp_async_bulk_wait_group_read<0>();
-            mbarrier_arrive(barrier(shared, PARTS_EMPTY, consumer));
             if (ORDERED) {
                 cp_async_bulk_wait_group<0>();
                 fence_proxy_async_global();
@@ -268,12 +328,12 @@ __device__ __forceinline__ void send(const Args& args, uint32 shared, int consum
     cp_async_bulk_wait_group<0>();
 }
 
-// A consumer ---------------------------------------------------------------------------------------------------------
+// Registers of a consumer --------------------------------------------------------------------------------------------
 
-using Scores = float[TILE_Q / 2];            // of 64 keys by a tile of queries; their weights; gradients of either
-using Operand = uint32[TILE_Q / 16][4];      // the same, of elements
-using Gradient = float[HEAD_DIM / 2];        // dk or dv of 64 keys
-using Part = float[PART_COLUMNS / 2];        // of dq
+using Scores = float[TILE_Q / 2];        // of 64 keys by a tile of queries: scores, their weights, gradients of either
+using Operand = uint32[TILE_Q / 16][4];  // the same, of elements, as the A operand of a product
+using Gradient = float[HEAD_DIM / 2];    // dk or dv of 64 keys
+using Part = float[PART_COLUMNS / 2];    // of dq
 
 struct alignas(8) Pair {
     float values[2];
@@ -282,7 +342,7 @@ struct alignas(16) Quad {
     float values[4];
 };
 
-// Of the numbers a tile of queries has, one a row, those of a thread's columns. Registers hold the first EARLY.
+// Of the numbers that a tile of queries has, one a row, those of a thread's columns. Registers hold the first EARLY.
 struct Columns {
     static constexpr int EARLY = 8;
     uint32 address;
@@ -293,8 +353,9 @@ struct Columns {
 #pragma unroll
         for (int block = 0; block < EARLY; ++block) early[block] = load_shared<Pair>(address + 32 * block);
     }
-    __device__ __forceinline__ Pair of_block(int block) const {
-        return block < EARLY ? early[block % EARLY] : load_shared<Pair>(address + 32 * block);
+    __device__ __forceinline__ float operator[](int i) const {  // for element i of an accumulator
+        const int block = i / 4;
+        return (block < EARLY ? early[block % EARLY] : load_shared<Pair>(address + 32 * block)).values[i % 2];
     }
 };
 
@@ -302,21 +363,82 @@ struct Columns {
 struct Shown {
     int first[2], end[2];
 
-    __device__ __forceinline__ Shown(const Args& args, const Mask& mask, int consumer_key, int row) {
-        const int lane = lane_index(), first_column = row + lane % 4 * 2;
+    __device__ __forceinline__ Shown(const Args& args, const Mask& mask, int first_key, int row) {
+        const int lane = lane_index(), column = row + lane % 4 * 2;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int key = consumer_key + warp_index() % 4 * 16 + 8 * half + lane / 4;
-            first[half] = mask.first_query(key, args.queries) - first_column;
-            end[half] = key < args.keys ? mask.end_query(key, args.queries) - first_column : 0;
+            const int key = first_key + warp_index() % 4 * 16 + 8 * half + lane / 4;
+            first[half] = mask.first_query(key, args.queries) - column;
+            end[half] = key < args.keys ? mask.end_query(key, args.queries) - column : 0;
         }
     }
-    __device__ __forceinline__ bool operator()(int i) const {  // an element of an accumulator
+    __device__ __forceinline__ bool operator[](int i) const {
         const int column = 8 * (i / 4) + i % 2, half = i / 2 % 2;
         return column >= first[half] && column < end[half];
     }
 };
 
+// Scores to weights, in place. A weight is at most 1, which a coarse row_lse would not see to; hidden ones are 0.
+__device__ __forceinline__ void weigh(Scores& scores, float scale_log2, const Columns& row_lse) {
+#pragma unroll
+    for (int i = 0; i < TILE_Q / 2; ++i) scores[i] = ex2_approx(fused_multiply_add(scores[i], scale_log2, -row_lse[i]));
+}
+__device__ __forceinline__ void weigh(Scores& scores, float scale_log2, const Columns& row_lse, const Shown& shown) {
+#pragma unroll
+    for (int i = 0; i < TILE_Q / 2; ++i) {
+        const float exponent = fused_multiply_add(scores[i], scale_log2, -row_lse[i]);
+        scores[i] = ex2_approx(!shown[i] ? -INFINITE : exponent > 0.0f ? 0.0f : exponent);
+    }
+}
+// Gradients of weights to gradients of scores, in place.
+__device__ __forceinline__ void differentiate(Scores& dweights, const Scores& weights, const Columns& row_delta) {
+#pragma unroll
+    for (int i = 0; i < TILE_Q / 2; ++i) dweights[i] = weights[i] * (dweights[i] - row_delta[i]);
+}
+// A weight of 0 is not enough where dout, v or delta are not finite.
+__device__ __forceinline__ void hide(Scores& dscores, const Shown& shown) {
+#pragma unroll
+    for (int i = 0; i < TILE_Q / 2; ++i) dscores[i] = shown[i] ? dscores[i] : 0.0f;
+}
+__device__ __forceinline__ void convert(Operand& operand, const Scores& scores) {
+#pragma unroll
+    for (int i = 0; i < TILE_Q / 2; i += 2) operand[i / 8][i / 2 % 4] = cvt_pair(Element{}, scores[i], scores[i + 1]);
+}
+
+// Products, in flight when they return. Tiles are places as descriptors have them, in units of 16 bytes.
+
+// scores = a b^T, of 64 keys and a tile of queries.
+__device__ __forceinline__ void multiply_rows(Scores& scores, uint32 a, uint32 b) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+        Wgmma<TILE_Q>::template ss<0, 0>(scores, KeyTile::rows_descriptor(a + KeyTile::right(step)),
+                                         QueryTile::rows_descriptor(b + QueryTile::right(step)), step > 0);
+    }
+    wgmma_commit_group();
+}
+// grad = or += a b, over a tile of queries; for the caller to fence and to commit.
+__device__ __forceinline__ void multiply_columns(Gradient& grad, const Operand& a, uint32 b, bool accumulate) {
+#pragma unroll
+    for (int step = 0; step < TILE_Q / 16; ++step) {
+        Wgmma<HEAD_DIM>::template rs<1>(grad, a[step], QueryTile::columns_descriptor(b + QueryTile::down(step)),
+                                        step > 0 || accumulate);
+    }
+}
+// A part of dq = dscores keys.
+__device__ __forceinline__ void multiply_part(Part& dq, uint32 dscores, uint32 keys) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < TILE_K / 16; ++step) {
+        Wgmma<PART_COLUMNS>::template ss<0, 1>(dq, ScoreTile::rows_descriptor(dscores + ScoreTile::right(step)),
+                                               KeyTile::columns_descriptor(keys + KeyTile::down(step)), step > 0);
+    }
+    wgmma_commit_group();
+}
+
+// A consumer ---------------------------------------------------------------------------------------------------------
+
+// Where dk or dv goes.
 struct Target {
     const TensorMap& map;
     char* base;
@@ -326,306 +448,453 @@ struct Target {
     float factor;
 };
 
-// Writes a consumer's dk or dv. Returns whether a number of this thread's that counts is not finite.
-__device__ __forceinline__ bool store_gradient(const Args& args, const Item& item, uint32 staging, int consumer,
-                                               const Gradient& sums, const Target& target) {
-    const int lane = lane_index(), warp_row = warp_index() % 4 * 16;
-    const int first_key = item.key_tile * TILE_K + consumer * ROWS;
-    char* const base = target.base + target.strides.offset(item.batch0, item.batch1, item.key_head);
-    bool lost[2];
-    if (target.wide) {
-        float zeros[2] = {};  // sums of 0 times a number: NaN where one is not finite
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) {
-            const int half = i / 2 % 2, column = 8 * (i / 4) + lane % 4 * 2 + i % 2;
-            const int key = first_key + warp_row + 8 * half + lane / 4;
-            const float x = sums[i] * target.factor;
-            zeros[half] += 0.0f * x;
-            if (key < args.keys && column < target.dim) store_global(base + key * target.strides.row + 4 * column, x);
-        }
-        lost[0] = !is_finite(zeros[0]), lost[1] = !is_finite(zeros[1]);
-    } else {
-        const bool first = thread_index() % WARPGROUP == 0;  // of the consumer
-        if (args.boxes) {
-            if (first) cp_async_bulk_wait_group_read<0>();  // what lay there has left
-            bar_sync(STAGING + consumer, WARPGROUP);
-        }
-        uint32 zeros[2] = {};
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; ++step) {
-            uint32 words[4];
-#pragma unroll
-            for (int part = 0; part < 4; ++part) {  // rows g and g + 8 of 8 columns, then of the next 8
-                const float* pair = sums + 8 * step + 2 * part;
-                words[part] = cvt_pair(Element{}, pair[0] * target.factor, pair[1] * target.factor);
-                zeros[part % 2] = fma_pair(Element{}, words[part], 0, zeros[part % 2]);
-            }
-            stmatrix_x4(staging + GradTile::offset(warp_row + lane % 16, 2 * step + lane / 16), words);
-        }
-        lost[0] = (zeros[0] & 0x7fff7fff) != 0, lost[1] = (zeros[1] & 0x7fff7fff) != 0;
-        if (args.boxes) {
-            fence_proxy_async();
-            bar_sync(STAGING + consumer, WARPGROUP);
-            if (first) {
-                GradTile::store(target.map, staging, {0, item.key_head, first_key, item.batch0, item.batch1});
-                cp_async_bulk_commit_group();
-            }
-            sync_warp();
-        } else {
-            sync_warp();
-#pragma unroll 1
-            for (int n = lane; n < 16 * HEAD_DIM / 8; n += WARP) {
-                const int row = warp_row + n % 16, chunk = n / 16;
-                if (first_key + row < args.keys && 8 * chunk < target.dim) {
-                    store_global(base + (first_key + row) * target.strides.row + 16 * chunk,
-                                 load_shared<Vector16>(staging + GradTile::offset(row, chunk)));
-                }
-            }
-            sync_warp();
-        }
+struct Consumer {
+    const Args& args;
+    const Mask& mask;
+    uint32 shared;
+    int index;
+    bool leader;  // of its warp: arrives for it
+
+    __device__ __forceinline__ Consumer(const Args& args, const Mask& mask, uint32 shared, int index)
+        : args(args), mask(mask), shared(shared), index(index), leader(lane_index() == 0) {}
+
+    __device__ __forceinline__ void wait(int start, int number, uint32 parity) const {
+        mbarrier_wait(barrier(shared, start, number), parity);
     }
-    const int key = first_key + warp_row + lane / 4;
-    return (lost[0] && key < args.keys) || (lost[1] && key + 8 < args.keys);
-}
-
-// Zeros, for keys that no row sees.
-__device__ __forceinline__ void store_nothing(const Args& args, const Item& item, int consumer, const Target& target) {
-    char* const base = target.base + target.strides.offset(item.batch0, item.batch1, item.key_head);
-    const int first_key = item.key_tile * TILE_K + consumer * ROWS + warp_index() % 4 * 16;
-    const int end_key = clamp(args.keys, first_key, first_key + 16);
-#pragma unroll 1
-    for (int key = first_key; key < end_key; ++key) {
-#pragma unroll 1
-        for (int d = lane_index(); d < target.dim; d += WARP) {
-            char* const row = base + key * target.strides.row;
-            if (target.wide) {
-                store_global(row + 4 * d, 0.0f);
-            } else {
-                store_global(row + 2 * d, Element{0});
-            }
-        }
+    __device__ __forceinline__ void release(int start, int number = 0) const {
+        if (leader) mbarrier_arrive(barrier(shared, start, number));
     }
-}
+    __device__ __forceinline__ bool first_thread() const { return thread_index() % WARPGROUP == 0; }
 
-__device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint32 shared, int consumer) {
-    const bool leader = lane_index() == 0;  // arrives for its warp
-    const Target dk_target{args.dk_map, args.dk, args.dk_strides, args.head_dim, args.dk_wide != 0, args.scale};
-    const Target dv_target{args.dv_map, args.dv, args.dv_strides, args.value_dim, args.dv_wide != 0, 1.0f};
-    Scores scores, dweights;
-    Operand weights, dscores;
-    Gradient dk, dv;
-    Part dq;
+    // Tiles in shared memory, for products: all queries, this consumer's keys as rows, its part of a tile of dq.
+    __device__ __forceinline__ uint32 queries(int stage) const {
+        return uniform((shared + QUERY_START + stage * QueryTile::BYTES) / 16);
+    }
+    __device__ __forceinline__ uint32 douts(int stage) const {
+        return uniform((shared + DOUT_START + stage * QueryTile::BYTES) / 16);
+    }
+    __device__ __forceinline__ uint32 keys() const {
+        return uniform((shared + KEY_START + first_key_of(index) * 128) / 16);
+    }
+    __device__ __forceinline__ uint32 values() const {
+        return uniform((shared + VALUE_START + first_key_of(index) * 128) / 16);
+    }
+    __device__ __forceinline__ uint32 part_rows(int stage) const {
+        const int rows = PARTS_ARE_ROWS ? index * ROWS : 0;
+        return uniform((shared + DSCORE_START + stage * ScoreTile::BYTES + rows * 128) / 16);
+    }
+    __device__ __forceinline__ uint32 part_columns() const {
+        const int panel = PARTS_ARE_ROWS ? 0 : index * PIECES;
+        return uniform((shared + KEY_START + panel * KeyTile::PANEL_BYTES) / 16);
+    }
 
-    // Products in flight when they return. Tiles in units of 16 bytes, as descriptors have them.
-    const uint32 consumer_rows = consumer * ROWS * 128 / 16;  // where the consumer's rows of a panel begin
-    auto multiply_queries = [&](int stage) {  // scores = k q^T
-        const uint32 keys = uniform((shared + KEY_START) / 16 + consumer_rows);
-        const uint32 queries = uniform((shared + QUERY_START + stage * QueryTile::BYTES) / 16);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; ++step) {
-            Wgmma<TILE_Q>::template ss<0, 0>(scores, KeyTile::rows_descriptor(keys + KeyTile::right(step)),
-                                             QueryTile::rows_descriptor(queries + QueryTile::right(step)), step > 0);
-        }
-        wgmma_commit_group();
-    };
-    auto multiply_douts = [&](int stage) {  // dweights = v dout^T
-        const uint32 values = uniform((shared + VALUE_START) / 16 + consumer_rows);
-        const uint32 douts = uniform((shared + DOUT_START + stage * QueryTile::BYTES) / 16);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; ++step) {
-            Wgmma<TILE_Q>::template ss<0, 0>(dweights, KeyTile::rows_descriptor(values + KeyTile::right(step)),
-                                             QueryTile::rows_descriptor(douts + QueryTile::right(step)), step > 0);
-        }
-        wgmma_commit_group();
-    };
-    auto multiply_weights = [&](int stage, bool accumulate) {  // dv += weights dout, dk += dscores q
-        const uint32 douts = uniform((shared + DOUT_START + stage * QueryTile::BYTES) / 16);
-        const uint32 queries = uniform((shared + QUERY_START + stage * QueryTile::BYTES) / 16);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < TILE_Q / 16; ++step) {
-            Wgmma<HEAD_DIM>::template rs<1>(dv, weights[step],
-                                            QueryTile::columns_descriptor(douts + QueryTile::down(step)),
-                                            step > 0 || accumulate);
-        }
-#pragma unroll
-        for (int step = 0; step < TILE_Q / 16; ++step) {
-            Wgmma<HEAD_DIM>::template rs<1>(dk, dscores[step],
-                                            QueryTile::columns_descriptor(queries + QueryTile::down(step)),
-                                            step > 0 || accumulate);
-        }
-        wgmma_commit_group();
-    };
-    auto multiply_keys = [&](int stage) {  // dq = dscores k: this consumer's part, of both consumers' keys
-        const uint32 rows = PARTS_ARE_ROWS ? consumer_rows : 0;
-        const uint32 panel = PARTS_ARE_ROWS ? 0 : consumer * (KeyTile::PANEL_BYTES / 16);
-        const uint32 tile = uniform((shared + DSCORE_START + stage * ScoreTile::BYTES) / 16 + rows);
-        const uint32 keys = uniform((shared + KEY_START) / 16 + panel);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < TILE_K / 16; ++step) {
-            Wgmma<PART_COLUMNS>::template ss<0, 1>(dq, ScoreTile::rows_descriptor(tile + ScoreTile::right(step)),
-                                                   KeyTile::columns_descriptor(keys + KeyTile::down(step)), step > 0);
-        }
-        wgmma_commit_group();
-    };
+    // Waits for an item and returns its visits.
+    __device__ __forceinline__ int begin(uint32 number) const {
+        wait(ITEMS_FULL, stage_of(number), parity_of(number));
+        return uniform(load_shared<int>(item_at(shared, number) + OFFSET_OF(Item, visits)));
+    }
+    __device__ __forceinline__ bool tested(uint32 visit) const {
+        return uniform(load_shared<Step>(step_at(shared, visit)).tested >> index & 1) != 0;
+    }
+    __device__ __forceinline__ Shown shown(uint32 number, uint32 visit) const {
+        const int tile = load_shared<int>(item_at(shared, number) + OFFSET_OF(Item, key_tile));
+        return Shown(args, mask, tile * TILE_K + first_key_of(index), load_shared<Step>(step_at(shared, visit)).row);
+    }
 
-    auto wait = [&](int start, int index, uint32 parity) { mbarrier_wait(barrier(shared, start, index), parity); };
-    auto release = [&](int start, int index) {
-        if (leader) mbarrier_arrive(barrier(shared, start, index));
-    };
-    auto give_token = [&] { bar_arrive(TOKEN + 1 - consumer, 2 * WARPGROUP); };
-    auto take_token = [&] { bar_sync(TOKEN + consumer, 2 * WARPGROUP); };
-    // Shows whoever sends them the numbers of dq, as they lie in global memory.
-    auto store_part = [&](uint32 visit) {
-        const uint32 part = shared + PART_START + consumer * PART_BYTES + thread_index() % WARPGROUP * 16;
-        wait(PARTS_EMPTY, consumer, visit % 2 ^ 1);
-#pragma unroll
-        for (int block = 0; block < PART_COLUMNS / 8; ++block) {
-            const float* x = dq + 4 * block;
-            store_shared(part + block * WARPGROUP * 16, Quad{{x[0], x[1], x[2], x[3]}});
-        }
-        fence_proxy_async();
-        sync_warp();
-        release(PARTS_FULL, consumer);
-    };
-    auto store_dscores = [&](int stage) {
-        const int lane = lane_index(), row = lane % 8 + lane / 16 * 8;
-        const int chunk = 8 * consumer + 2 * (warp_index() % 4) + lane / 8 % 2;
-        const uint32 address = shared + DSCORE_START + stage * ScoreTile::BYTES + ScoreTile::offset(row, chunk);
+    // ds for the products of dq, transposed: a consumer's keys are a panel's columns.
+    __device__ __forceinline__ void store_dscores(int stage, const Operand& dscores) const {
+        const int lane = lane_index(), chunk = first_key_of(index) / 8 + warp_index() % 4 * 2 + lane / 8 % 2;
+        const uint32 tile = shared + DSCORE_START + stage * ScoreTile::BYTES;
+        const uint32 address = tile + ScoreTile::offset(lane % 8 + lane / 16 * 8, chunk);
 #pragma unroll
         for (int step = 0; step < TILE_Q / 16; ++step) stmatrix_x4_trans(address + step * 16 * 128, dscores[step]);
         fence_proxy_async();
         sync_warp();
         release(DSCORES_FULL, stage);
-    };
+    }
+    // A part of dq for who sends it, as it is to lie in global memory.
+    __device__ __forceinline__ void store_part(uint32 visit, const Part& dq) const {
+        const uint32 place = shared + PART_START + index * PIECE_BYTES + thread_index() % WARPGROUP * 16;
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            wait(PARTS_EMPTY, index, (visit * PIECES + piece) % 2 ^ 1);
+#pragma unroll
+            for (int block = 0; block < 8; ++block) {
+                const float* x = dq + 32 * piece + 4 * block;
+                store_shared(place + block * WARPGROUP * 16, Quad{{x[0], x[1], x[2], x[3]}});
+            }
+            fence_proxy_async();
+            sync_warp();
+            release(PARTS_FULL, index);
+        }
+    }
 
-    uint32 visit = 0, brought = 0;
+    // Writes dk or dv of 64 keys, by way of `staging`. Returns whether some number that counts is not finite.
+    __device__ __forceinline__ bool store_gradient(const Item& item, uint32 staging, const Gradient& sums,
+                                                   const Target& target) const {
+        const int lane = lane_index(), warp_row = warp_index() % 4 * 16;
+        const int first_key = item.key_tile * TILE_K + first_key_of(index);
+        char* const base = target.base + target.strides.offset(item.batch0, item.batch1, item.key_head);
+        bool lost[2];  // of a thread's two rows
+        if (target.wide) {
+            float zeros[2] = {};  // sums of 0 times a number: NaN where one is not finite
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 2; ++i) {
+                const int half = i / 2 % 2, column = 8 * (i / 4) + lane % 4 * 2 + i % 2;
+                const int key = first_key + warp_row + 8 * half + lane / 4;
+                const float x = sums[i] * target.factor;
+                zeros[half] += 0.0f * x;
+                char* const row = base + key * target.strides.row;
+                if (key < args.keys && column < target.dim) store_global(row + 4 * column, x);
+            }
+            lost[0] = !is_finite(zeros[0]), lost[1] = !is_finite(zeros[1]);
+        } else {
+            if (args.boxes) {
+                if (first_thread()) cp_async_bulk_wait_group_read<0>();  // what lay there has left
+                bar_sync(STAGING + index, WARPGROUP);
+            }
+            uint32 zeros[2] = {};
+#pragma unroll
+            for (int step = 0; step < HEAD_DIM / 16; ++step) {
+                uint32 words[4];
+#pragma unroll
+                for (int part = 0; part < 4; ++part) {  // rows g and g + 8 of 8 columns, then of the next 8
+                    const float* pair = sums + 8 * step + 2 * part;
+                    words[part] = cvt_pair(Element{}, pair[0] * target.factor, pair[1] * target.factor);
+                    zeros[part % 2] = fma_pair(Element{}, words[part], 0, zeros[part % 2]);
+                }
+                stmatrix_x4(staging + GradTile::offset(warp_row + lane % 16, 2 * step + lane / 16), words);
+            }
+            lost[0] = (zeros[0] & 0x7fff7fff) != 0, lost[1] = (zeros[1] & 0x7fff7fff) != 0;
+            if (args.boxes) {
+                fence_proxy_async();
+                bar_sync(STAGING + index, WARPGROUP);
+                if (first_thread()) {
+                    GradTile::store(target.map, staging, {0, item.key_head, first_key, item.batch0, item.batch1});
+                    cp_async_bulk_commit_group();
+                }
+            } else {
+                sync_warp();
+#pragma unroll 1
+                for (int n = lane; n < 16 * HEAD_DIM / 8; n += WARP) {
+                    const int row = warp_row + n % 16, chunk = n / 16;
+                    if (first_key + row < args.keys && 8 * chunk < target.dim) {
+                        store_global(base + (first_key + row) * target.strides.row + 16 * chunk,
+                                     load_shared<Vector16>(staging + GradTile::offset(row, chunk)));
+                    }
+                }
+            }
+        }
+        sync_warp();
+        const int key = first_key + warp_row + lane / 4;
+        return any((lost[0] && key < args.keys) || (lost[1] && key + 8 < args.keys));
+    }
+    // Until what was written by way of shared memory has left it, of all warps of this consumer.
+    __device__ __forceinline__ void flush() const {
+        if (first_thread()) cp_async_bulk_wait_group_read<0>();
+        bar_sync(STAGING + index, WARPGROUP);
+    }
+    // Zeros, for keys that no row sees.
+    __device__ __forceinline__ void store_nothing(uint32 number, const Target& target) const {
+        const Item item = load_shared<Item>(item_at(shared, number));
+        char* const base = target.base + target.strides.offset(item.batch0, item.batch1, item.key_head);
+        const int first_key = item.key_tile * TILE_K + first_key_of(index) + warp_index() % 4 * 16;
+        const int end_key = clamp(args.keys, first_key, first_key + 16);
+#pragma unroll 1
+        for (int key = first_key; key < end_key; ++key) {
+            char* const row = base + key * target.strides.row;
+#pragma unroll 1
+            for (int d = lane_index(); d < target.dim; d += WARP) {
+                if (target.wide) {
+                    store_global(row + 4 * d, 0.0f);
+                } else {
+                    store_global(row + 2 * d, Element{0});
+                }
+            }
+        }
+        sync_warp();
+        wait(KEYS_FULL, 0, number % 2);  // of keys and values a phase passes with each item
+        wait(VALUES_FULL, 0, number % 2);
+    }
+    // Done with an item. The careful path computes again what was lost.
+    __device__ __forceinline__ void end(uint32 number, const Item& item, bool lost) const {
+        if (lost && leader) {
+            const int64 head = item.batch * (args.heads / args.group) + item.key_head;
+            store_global(args.suspects + 4 * (head * args.key_tiles + item.key_tile), 1);
+        }
+        sync_warp();
+        release(ITEMS_EMPTY, stage_of(number));
+    }
+};
+
+__device__ __forceinline__ Target dk_target(const Args& args) {
+    return {args.dk_map, args.dk, args.dk_strides, args.head_dim, args.dk_wide != 0, args.scale};
+}
+__device__ __forceinline__ Target dv_target(const Args& args) {
+    return {args.dv_map, args.dv, args.dv_strides, args.value_dim, args.dv_wide != 0, 1.0f};
+}
+
+// Both consumers, where they take turns.
+__device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, uint32 shared, int index) {
+    const Consumer self(args, mask, shared, index);
+    const Target to_dk = dk_target(args), to_dv = dv_target(args);
+    Scores scores, dweights;
+    Operand weights, dscores;
+    Gradient dk, dv;
+    Part dq;
+    auto give_token = [&] { bar_arrive(TOKEN + 1 - index, CONSUMERS * WARPGROUP); };
+    auto await_token = [&] { bar_sync(TOKEN + index, CONSUMERS * WARPGROUP); };
+
+    uint32 visit = 0;
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {
-        wait(ITEMS_FULL, stage_of(number), parity_of(number));
-        const uint32 item_shared = item_at(shared, number);
-        const int visits = uniform(load_shared<int>(item_shared + OFFSET_OF(Item, visits)));
+        const int visits = self.begin(number);
         if (visits == NONE) break;
         if (visits == 0) {
-            const Item item = load_shared<Item>(item_shared);
-            store_nothing(args, item, consumer, dk_target);
-            store_nothing(args, item, consumer, dv_target);
-            sync_warp();
-            release(ITEMS_EMPTY, stage_of(number));
+            self.store_nothing(number, to_dk);
+            self.store_nothing(number, to_dv);
+            self.release(KEYS_EMPTY);
+            self.release(VALUES_EMPTY);
+            self.release(ITEMS_EMPTY, stage_of(number));
             continue;
         }
 
-        if (consumer == 1) give_token();
-        wait(KEYS_FULL, 0, brought % 2);
+        if (index == 1) give_token();
+        self.wait(KEYS_FULL, 0, number % 2);
 #pragma unroll 1
         for (int n = 0; n < visits; ++n, ++visit) {
             const int stage = stage_of(visit);
             const uint32 parity = parity_of(visit);
             // dq of the visit LAG before. Where there is none the product is of what lies there, for nothing:
             // registers of products in flight must not depend on a branch.
-            if (n >= LAG) wait(DSCORES_FULL, stage, parity ^ 1);
-            multiply_keys(stage);
-            wait(QUERIES_FULL, stage, parity);
+            if (n >= LAG) self.wait(DSCORES_FULL, stage, parity ^ 1);
+            multiply_part(dq, self.part_rows(stage), self.part_columns());
+            self.wait(QUERIES_FULL, stage, parity);
             wgmma_wait_group<1>();  // for dv and dk of the visit before
             pin(dv);
             pin(dk);
             if (n > 0) {
-                release(DOUTS_EMPTY, 1 - stage);
-                release(QUERIES_EMPTY, 1 - stage);
+                self.release(DOUTS_EMPTY, 1 - stage);
+                self.release(QUERIES_EMPTY, 1 - stage);
             }
-            multiply_queries(stage);
+            multiply_rows(scores, self.keys(), self.queries(stage));
             if (TOKEN_EARLY && n > 0) give_token();
             wgmma_wait_group<1>();
             pin(dq);
-            release(DSCORES_EMPTY, stage);
-            if (n >= LAG) store_part(visit - LAG);
+            self.release(DSCORES_EMPTY, stage);  // each visit, whatever was read: the first writes wait for it too
+            if (n >= LAG) self.store_part(visit - LAG, dq);
 
-            if (n == 0) wait(VALUES_FULL, 0, brought % 2);
-            wait(DOUTS_FULL, stage, parity);
-            multiply_douts(stage);
+            if (n == 0) self.wait(VALUES_FULL, 0, number % 2);
+            self.wait(DOUTS_FULL, stage, parity);
+            multiply_rows(dweights, self.values(), self.douts(stage));
             if (!TOKEN_EARLY && n > 0) give_token();
 
-            const Step step = load_shared<Step>(step_at(shared, visit));
-            const bool tested = uniform(step.tested >> consumer & 1) != 0;
-            auto shown = [&] {
-                const int tile = load_shared<int>(item_shared + OFFSET_OF(Item, key_tile));
-                return Shown(args, mask, tile * TILE_K + consumer * ROWS, load_shared<Step>(step_at(shared, visit)).row);
-            };
+            const bool tested = self.tested(visit);
             Columns columns;
             columns.begin(shared + ROW_LSE_START + stage * ROW_BYTES);
             wgmma_wait_group<1>();
             pin(scores);
-            // Scores to weights. Hidden ones are 0; a weight is at most 1, which a coarse row_lse would not see to.
             if (tested) {
-                const Shown seen = shown();
-#pragma unroll
-                for (int i = 0; i < TILE_Q / 2; ++i) {
-                    const float lse = columns.of_block(i / 4).values[i % 2];
-                    const float exponent = fused_multiply_add(scores[i], args.scale_log2, -lse);
-                    scores[i] = ex2_approx(!seen(i) ? -INFINITE : exponent > 0.0f ? 0.0f : exponent);
-                }
+                weigh(scores, args.scale_log2, columns, self.shown(number, visit));
             } else {
-#pragma unroll
-                for (int i = 0; i < TILE_Q / 2; ++i) {
-                    const float lse = columns.of_block(i / 4).values[i % 2];
-                    scores[i] = ex2_approx(fused_multiply_add(scores[i], args.scale_log2, -lse));
-                }
+                weigh(scores, args.scale_log2, columns);
             }
             columns.begin(shared + ROW_DELTA_START + stage * ROW_BYTES);
-            wait(DSCORES_EMPTY, stage, parity);  // here, so that the compiler does not wait for dweights any earlier
+            self.wait(DSCORES_EMPTY, stage, parity);  // here, lest the compiler wait for dweights any earlier
             wgmma_wait_group<0>();
             pin(dweights);
-#pragma unroll
-            for (int i = 0; i < TILE_Q / 2; ++i) {
-                dweights[i] = scores[i] * (dweights[i] - columns.of_block(i / 4).values[i % 2]);
-            }
-            if (tested) {  // weights of 0 are not enough where dout, v or delta are not finite
-                const Shown seen = shown();
-#pragma unroll
-                for (int i = 0; i < TILE_Q / 2; ++i) dweights[i] = seen(i) ? dweights[i] : 0.0f;
-            }
-#pragma unroll
-            for (int i = 0; i < TILE_Q / 2; i += 2) {  // late: until here they would take registers
-                weights[i / 8][i / 2 % 4] = cvt_pair(Element{}, scores[i], scores[i + 1]);
-                dscores[i / 8][i / 2 % 4] = cvt_pair(Element{}, dweights[i], dweights[i + 1]);
-            }
-            store_dscores(stage);
-            take_token();
-            multiply_weights(stage, n > 0);
+            differentiate(dweights, scores, columns);
+            if (tested) hide(dweights, self.shown(number, visit));
+            convert(weights, scores);  // so late, since until here they would take registers of their own
+            convert(dscores, dweights);
+            self.store_dscores(stage, dscores);
+            await_token();
+            wgmma_fence();
+            multiply_columns(dv, weights, self.douts(stage), n > 0);
+            multiply_columns(dk, dscores, self.queries(stage), n > 0);
+            wgmma_commit_group();
         }
-        if (consumer == 0) give_token();
+        if (index == 0) give_token();
         wgmma_wait_group<0>();
         pin(dv);
         pin(dk);
-        release(QUERIES_EMPTY, stage_of(visit - 1));
-        release(DOUTS_EMPTY, stage_of(visit - 1));
-        release(VALUES_EMPTY, 0);
+        self.release(QUERIES_EMPTY, stage_of(visit - 1));
+        self.release(DOUTS_EMPTY, stage_of(visit - 1));
+        self.release(VALUES_EMPTY);
 #pragma unroll 1
         for (uint32 late = visit - (visits < LAG ? visits : LAG); late != visit; ++late) {
-            wait(DSCORES_FULL, stage_of(late), parity_of(late));
-            multiply_keys(stage_of(late));
+            self.wait(DSCORES_FULL, stage_of(late), parity_of(late));
+            multiply_part(dq, self.part_rows(stage_of(late)), self.part_columns());
             wgmma_wait_group<0>();
             pin(dq);
-            store_part(late);
+            self.store_part(late, dq);
         }
-        release(KEYS_EMPTY, 0);
-        ++brought;
+        self.release(KEYS_EMPTY);
 
-        const Item item = load_shared<Item>(item_shared);
-        const uint32 staging = shared + GRAD_START + consumer * GradTile::BYTES;
-        const bool dv_lost = store_gradient(args, item, staging, consumer, dv, dv_target);
-        const bool dk_lost = store_gradient(args, item, staging, consumer, dk, dk_target);
-        if (any(dv_lost || dk_lost) && leader) {
-            const int64 tile = (item.batch * (args.heads / args.group) + item.key_head) * args.key_tiles + item.key_tile;
-            store_global(args.suspects + 4 * tile, 1);
-        }
-        sync_warp();
-        release(ITEMS_EMPTY, stage_of(number));
+        const Item item = load_shared<Item>(item_at(shared, number));
+        const uint32 staging = shared + GRAD_START + index * GradTile::BYTES;
+        const bool dv_lost = self.store_gradient(item, staging, dv, to_dv);
+        const bool dk_lost = self.store_gradient(item, staging, dk, to_dk);
+        self.end(number, item, dv_lost || dk_lost);
     }
-    if (thread_index() % WARPGROUP == 0) cp_async_bulk_wait_group_read<0>();  // shared memory goes with the block
+    if (self.first_thread()) cp_async_bulk_wait_group_read<0>();  // shared memory goes with the block
+}
+
+// The first role: weights, dv, and half of dq, a visit late.
+__device__ __forceinline__ void make_weights(const Args& args, const Mask& mask, uint32 shared) {
+    const Consumer self(args, mask, shared, 0);
+    const Target to_dv = dv_target(args);
+    const uint32 place = shared + WEIGHT_START + thread_index() % WARPGROUP * 16;
+    Scores scores;
+    Operand weights;
+    Gradient dv;
+    Part dq;
+
+    uint32 visit = 0;
+#pragma unroll 1
+    for (uint32 number = 0;; ++number) {
+        const int visits = self.begin(number);
+        if (visits == NONE) break;
+        if (visits == 0) {
+            self.store_nothing(number, to_dv);
+            self.release(VALUES_EMPTY);
+            self.release(ITEMS_EMPTY, stage_of(number));
+            continue;
+        }
+
+        self.wait(KEYS_FULL, 0, number % 2);
+#pragma unroll 1
+        for (int n = 0; n < visits; ++n, ++visit) {
+            const int stage = stage_of(visit), dout_stage = stage_of<DOUT_STAGES>(visit);
+            self.wait(QUERIES_FULL, stage, parity_of(visit));
+            multiply_rows(scores, self.keys(), self.queries(stage));
+            const bool tested = self.tested(visit);
+            Columns columns;
+            columns.begin(shared + ROW_LSE_START + stage * ROW_BYTES);
+            wgmma_wait_group<0>();
+            pin(scores);
+            if (tested) {
+                weigh(scores, args.scale_log2, columns, self.shown(number, visit));
+            } else {
+                weigh(scores, args.scale_log2, columns);
+            }
+            convert(weights, scores);
+            self.wait(WEIGHTS_EMPTY, 0, visit % 2 ^ 1);
+#pragma unroll
+            for (int block = 0; block < TILE_Q / 8; ++block) {
+                const float* x = scores + 4 * block;
+                store_shared(place + block * WARPGROUP * 16, Quad{{x[0], x[1], x[2], x[3]}});
+            }
+            sync_warp();
+            self.release(WEIGHTS_FULL);
+            self.release(QUERIES_EMPTY, stage);
+
+            self.wait(DOUTS_FULL, dout_stage, parity_of<DOUT_STAGES>(visit));
+            wgmma_fence();
+            multiply_columns(dv, weights, self.douts(dout_stage), n > 0);
+            wgmma_commit_group();
+            // dq of the visit before, or of what lies there, for nothing.
+            if (n > 0) self.wait(DSCORES_FULL, 1 - stage, parity_of(visit - 1));
+            multiply_part(dq, self.part_rows(1 - stage), self.part_columns());
+            wgmma_wait_group<1>();
+            pin(dv);
+            self.release(DOUTS_EMPTY, dout_stage);
+            wgmma_wait_group<0>();
+            pin(dq);
+            if (n > 0) {
+                self.release(DSCORES_EMPTY, 1 - stage);
+                self.store_part(visit - 1, dq);
+            }
+        }
+        const int stage = stage_of(visit - 1);
+        self.wait(DSCORES_FULL, stage, parity_of(visit - 1));
+        multiply_part(dq, self.part_rows(stage), self.part_columns());
+        wgmma_wait_group<0>();
+        pin(dq);
+        self.release(DSCORES_EMPTY, stage);
+        bar_arrive(TOKEN, CONSUMERS * WARPGROUP);
+        self.store_part(visit - 1, dq);
+
+        // The other has written its last ds, so the values have been read.
+        const Item item = load_shared<Item>(item_at(shared, number));
+        const bool lost = self.store_gradient(item, shared + VALUE_START, dv, to_dv);
+        self.flush();
+        self.release(VALUES_EMPTY);
+        self.end(number, item, lost);
+    }
+}
+
+// The second role: gradients of scores, dk, and the other half of dq.
+__device__ __forceinline__ void make_dscores(const Args& args, const Mask& mask, uint32 shared) {
+    const Consumer self(args, mask, shared, 1);
+    const Target to_dk = dk_target(args);
+    const uint32 place = shared + WEIGHT_START + thread_index() % WARPGROUP * 16;
+    Scores weights, dweights;
+    Operand dscores;
+    Gradient dk;
+    Part dq;
+
+    uint32 visit = 0;
+#pragma unroll 1
+    for (uint32 number = 0;; ++number) {
+        const int visits = self.begin(number);
+        if (visits == NONE) break;
+        if (visits == 0) {
+            self.store_nothing(number, to_dk);
+            self.release(KEYS_EMPTY);
+            self.release(ITEMS_EMPTY, stage_of(number));
+            continue;
+        }
+
+        self.wait(VALUES_FULL, 0, number % 2);
+#pragma unroll 1
+        for (int n = 0; n < visits; ++n, ++visit) {
+            const int stage = stage_of(visit), dout_stage = stage_of<DOUT_STAGES>(visit);
+            self.wait(DOUTS_FULL, dout_stage, parity_of<DOUT_STAGES>(visit));
+            multiply_rows(dweights, self.values(), self.douts(dout_stage));
+            const bool tested = self.tested(visit);
+            Columns columns;
+            columns.begin(shared + ROW_DELTA_START + dout_stage * ROW_BYTES);
+            self.wait(WEIGHTS_FULL, 0, visit % 2);
+#pragma unroll
+            for (int block = 0; block < TILE_Q / 8; ++block) {
+                const Quad quad = load_shared<Quad>(place + block * WARPGROUP * 16);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) weights[4 * block + i] = quad.values[i];
+            }
+            self.wait(DSCORES_EMPTY, stage, parity_of(visit) ^ 1);
+            wgmma_wait_group<0>();
+            pin(dweights);
+            differentiate(dweights, weights, columns);
+            if (tested) hide(dweights, self.shown(number, visit));
+            convert(dscores, dweights);
+            self.store_dscores(stage, dscores);
+            self.release(WEIGHTS_EMPTY);
+            self.release(DOUTS_EMPTY, dout_stage);
+
+            self.wait(QUERIES_FULL, stage, parity_of(visit));
+            wgmma_fence();
+            multiply_columns(dk, dscores, self.queries(stage), n > 0);
+            wgmma_commit_group();
+            if (n == 0) self.wait(KEYS_FULL, 0, number % 2);
+            self.wait(DSCORES_FULL, stage, parity_of(visit));  // of all its warps
+            multiply_part(dq, self.part_rows(stage), self.part_columns());
+            wgmma_wait_group<1>();
+            pin(dk);
+            self.release(QUERIES_EMPTY, stage);
+            wgmma_wait_group<0>();
+            pin(dq);
+            self.release(DSCORES_EMPTY, stage);
+            self.store_part(visit, dq);
+        }
+        bar_sync(TOKEN, CONSUMERS * WARPGROUP);  // the other has read the keys, too
+
+        const Item item = load_shared<Item>(item_at(shared, number));
+        const bool lost = self.store_gradient(item, shared + KEY_START, dk, to_dk);
+        self.flush();
+        self.release(KEYS_EMPTY);
+        self.end(number, item, lost);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_backward_sm90(const __grid_constant__ Args args) {
@@ -636,35 +905,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
         prefetch_tensormap(args.dout_map);
         prefetch_tensormap(args.k_map);
         prefetch_tensormap(args.v_map);
-        constexpr int CONSUMER_WARPS = 4 * CONSUMERS;
+        constexpr int ONE = 4, BOTH = 4 * CONSUMERS;  // warps of one consumer, of both
         for (int n = 0; n < 2; ++n) {
             mbarrier_init(barrier(shared, QUERIES_FULL, n), 2);  // the tile and its rows' numbers
-            mbarrier_init(barrier(shared, QUERIES_EMPTY, n), CONSUMER_WARPS);
-            mbarrier_init(barrier(shared, DOUTS_FULL, n), 2);
-            mbarrier_init(barrier(shared, DOUTS_EMPTY, n), CONSUMER_WARPS);
-            mbarrier_init(barrier(shared, DSCORES_FULL, n), CONSUMER_WARPS);
-            mbarrier_init(barrier(shared, DSCORES_EMPTY, n), CONSUMER_WARPS);
-            mbarrier_init(barrier(shared, PARTS_FULL, n), 4);
+            mbarrier_init(barrier(shared, QUERIES_EMPTY, n), BOTH);
+            mbarrier_init(barrier(shared, DSCORES_FULL, n), ROLES ? ONE : BOTH);
+            mbarrier_init(barrier(shared, DSCORES_EMPTY, n), BOTH);
+            mbarrier_init(barrier(shared, PARTS_FULL, n), ONE);
             mbarrier_init(barrier(shared, PARTS_EMPTY, n), 1);
             mbarrier_init(barrier(shared, ITEMS_FULL, n), 1);
-            mbarrier_init(barrier(shared, ITEMS_EMPTY, n), CONSUMER_WARPS + CONSUMERS);  // and who sends dq
+            mbarrier_init(barrier(shared, ITEMS_EMPTY, n), BOTH + CONSUMERS + 1);  // and who sends, and who brings
+        }
+        for (int n = 0; n < STEPS; ++n) {
+            mbarrier_init(barrier(shared, STEPS_FULL, n), 1);
+            mbarrier_init(barrier(shared, STEPS_EMPTY, n), CONSUMERS);  // sending comes last
+        }
+        for (int n = 0; n < DOUT_STAGES; ++n) {
+            mbarrier_init(barrier(shared, DOUTS_FULL, n), 2);
+            mbarrier_init(barrier(shared, DOUTS_EMPTY, n), BOTH);
         }
         mbarrier_init(barrier(shared, KEYS_FULL), 1);
-        mbarrier_init(barrier(shared, KEYS_EMPTY), CONSUMER_WARPS);
+        mbarrier_init(barrier(shared, KEYS_EMPTY), ROLES ? ONE : BOTH);
         mbarrier_init(barrier(shared, VALUES_FULL), 1);
-        mbarrier_init(barrier(shared, VALUES_EMPTY), CONSUMER_WARPS);
+        mbarrier_init(barrier(shared, VALUES_EMPTY), ROLES ? ONE : BOTH);
+        mbarrier_init(barrier(shared, WEIGHTS_FULL), ONE);
+        mbarrier_init(barrier(shared, WEIGHTS_EMPTY), ONE);
         fence_mbarrier_init();
     }
     sync_threads();
     const int warpgroup = uniform(thread_index() / WARPGROUP);
     if (warpgroup == 0) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        const int thread = thread_index();
-        if (thread == 0) produce(args, mask, shared);
-        if (thread == WARP || thread == 2 * WARP) send(args, shared, thread / WARP - 1);
+        if (lane_index() == 0) {
+            const int warp = warp_index();
+            if (warp < CONSUMERS) send(args, shared, warp);
+            if (warp == CONSUMERS) bring(args, shared);
+            if (warp == CONSUMERS + 1) plan(args, mask, shared);
+        }
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consume(args, mask, shared, warpgroup - 1);
+        if constexpr (!ROLES) {
+            take_turns(args, mask, shared, warpgroup - 1);
+        } else if (warpgroup == 1) {
+            make_weights(args, mask, shared);
+        } else {
+            make_dscores(args, mask, shared);
+        }
     }
 }
 

@@ -46,7 +46,8 @@ __device__ __forceinline__ Item locate_item(const Args& args, const Mask& mask, 
         item.first = 0;
         item.end = args.query_tiles;
         item.visits = args.group * args.query_tiles;
-        const int start = static_cast<int>(static_cast<int64>(item.key_tile - chunk_first) * item.visits / here);
+        const int rank = item.key_tile - chunk_first;
+        const int start = item.visits / here * rank + item.visits % here * rank / here;  // visits * rank / here
         item.start_head = start / args.query_tiles;
         item.start = start % args.query_tiles;
     } else {
@@ -88,8 +89,11 @@ __device__ __forceinline__ int turn_of(const Args& args, const Mask& mask, const
         const int chunk_first = item.key_tile / args.chunk * args.chunk;
         const int here = args.key_tiles - chunk_first < args.chunk ? args.key_tiles - chunk_first : args.chunk;
         // Tiles of keys that begin here or before come first, the last of them foremost; then those that go round.
-        const int64 place = static_cast<int64>(visit.head) * args.query_tiles + visit.tile;
-        const int begun = static_cast<int>(((place + 1) * here + item.visits - 1) / item.visits);
+        // Those that have begun, (place + 1) * here / visits rounded up. The estimate is never more, and soon set right.
+        const int place = visit.head * args.query_tiles + visit.tile;
+        const float share = static_cast<float>(place + 1) * reciprocal(static_cast<float>(item.visits));
+        int begun = static_cast<int>(share * static_cast<float>(here));
+        while (static_cast<int64>(begun) * item.visits < static_cast<int64>(place + 1) * here) ++begun;
         const int rank = begun - 1 - (item.key_tile - chunk_first);
         return chunk_first + (rank < 0 ? rank + here : rank);
     }
