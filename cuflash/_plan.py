@@ -274,7 +274,7 @@ def hopper_backward_variant(dtype, dim):
     stages, grads, weights = (3, 16, 4 * tile_q * tile_k) if roles else (4, 2 * 64 * dim, 16)  # no array is empty
     shared = 2 * dim * (stages * tile_q + 2 * tile_k) + 4 * tile_q * tile_k  # q and dout; k and v; ds twice
     shared += 2 * (4 * 64 * 64 + grads) + weights  # of each consumer: a piece of dq, dk or dv on the way out
-    shared += 4 * stages * tile_q + 8 * 32 + 2 * 48 + 8 * (34 + 2 * stages)  # numbers of rows, visits, items, barriers
+    shared += 4 * stages * tile_q + 8 * 32 + 2 * 64 + 8 * (34 + 2 * stages)  # numbers of rows, visits, items, barriers
     return Variant("backward_sm90", dtype, "window", dim, dim, tile_q, tile_k, warps, 1, 2, shared)
 
 
@@ -459,6 +459,7 @@ def _backward(problem, limits, engine, reason, variant, parts):
     if items >= MOST_TILES or counters >= 2**31:
         raise ValueError(f"backward: has {items} tiles of keys and {counters} counters; wanted fewer than 2^30 and 2^31")
     blocks = limits.processors * variant.blocks_per_sm
+    passes = _passes(problem, variant, key_tiles, blocks)
     largest = float(np.finfo(np.float32).max) / 2
     scale = min(max(problem.scale, -largest), largest)
     padded = query_tiles * variant.tile_q
@@ -479,7 +480,8 @@ def _backward(problem, limits, engine, reason, variant, parts):
         "query_tiles": query_tiles,
         "key_tiles": key_tiles,
         "cyclic": int(problem.mask.name == "full"),
-        "chunk": -(-key_tiles // -(-key_tiles // blocks)),  # chunks of equal length, none longer than the grid
+        "passes": passes,
+        "section": 1 if problem.mask.name == "full" and passes == 1 else max(blocks // -(-key_tiles // passes), 1),
         "items": items,
         "tile_q": variant.tile_q,
         "tile_k": variant.tile_k,
@@ -515,6 +517,18 @@ def _backward(problem, limits, engine, reason, variant, parts):
         step(behind, heads * -(-problem.queries // behind.tile_q) + items, behind.shared_bytes),
     )
     return Plan(engine, reason, tuple(copies.values()), results + buffers, steps)
+
+
+DISTANCE = 2  # visits between neighbours of a pass that the hand-over of a turn needs
+
+
+def _passes(problem, variant, key_tiles, blocks):
+    """Passes over the tiles of keys of a head: what keeps neighbours apart if the heads fill the device all the same,
+    and no more tiles in one than there are blocks. It decides the order of sums, so batches have no say in it."""
+    passes = -(-DISTANCE * variant.tile_q // variant.tile_k)
+    if problem.key_heads * -(-key_tiles // passes) < 0.9 * blocks:
+        passes = 1
+    return max(passes, -(-key_tiles // blocks))
 
 
 def _gradient_buffer(problem, name, like):

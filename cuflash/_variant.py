@@ -52,8 +52,8 @@ def _args(scale_log2, pointers="q k v out lse", maps="", wide="", sizes=""):
 def _backward_args(maps=""):
     pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
     sizes = (
-        "queries keys heads group head_dim value_dim batches1 first_shift end_shift query_tiles key_tiles cyclic chunk "
-        "items tile_q tile_k columns parts clear dq_wide dk_wide dv_wide boxes"
+        "queries keys heads group head_dim value_dim batches1 first_shift end_shift query_tiles key_tiles "
+        "cyclic passes section items tile_q tile_k columns parts clear dq_wide dk_wide dv_wide boxes"
     )
     return _struct(
         [

@@ -130,7 +130,7 @@ struct Args {
     int batches1;                // length of the inner merged axis
     int first_shift, end_shift;  // of the mask
     int query_tiles, key_tiles;
-    int cyclic, chunk, items;    // of the order of visits
+    int cyclic, passes, section, items;    // of the order of visits
     int tile_q, tile_k, columns, parts, clear;
     int dq_wide, dk_wide, dv_wide;  // float32, for sums to come
     int boxes;                   // dk and dv, where they are elements, are written by tensor copies
@@ -166,19 +166,6 @@ __device__ __forceinline__ int first_key_of(int consumer) { return ROLES ? 0 : c
 //
 // Of its warpgroup single threads work: nothing here may shuffle.
 
-// The item after this one, early, so that it is brought while this one ends. A block must not draw two that wait for
-// each other, so where tiles of keys go round it draws no second one of a chunk: there are blocks for all of them.
-__device__ __forceinline__ int draw(const Args& args, const Item& item) {
-    if (args.cyclic) {
-        const int end = (item.key_tile / args.chunk + 1) * args.chunk;
-        const int head = static_cast<int>(item.batch) * (args.heads / args.group) + item.key_head;
-        const int drawn = head * args.key_tiles + (end < args.key_tiles ? end : args.key_tiles);
-        while (load_acquire(args.turns + TICKET) < drawn) {
-        }
-    }
-    return atomic_add(args.turns + TICKET, 1);
-}
-
 // Which consumers have pairs to test.
 __device__ __forceinline__ int tested(const Args& args, const Mask& mask, int row, int tile_key) {
     const int first_key = mask.first_key(clamp(row + TILE_Q, 0, args.queries) - 1), end_key = mask.end_key(row);
@@ -209,8 +196,9 @@ __device__ __forceinline__ void plan(const Args& args, const Mask& mask, uint32 
 
         Visit place{load_shared<int>(item_shared + OFFSET_OF(Item, start_head)),
                     load_shared<int>(item_shared + OFFSET_OF(Item, start))};
+        auto visits = [&] { return load_shared<int>(item_shared + OFFSET_OF(Item, visits)); };
 #pragma unroll 1
-        for (int left = load_shared<int>(item_shared + OFFSET_OF(Item, visits)); left > 0; --left, ++visit) {
+        for (int n = 0; n < visits(); ++n, ++visit) {
             Step step;  // the item is read again and again: registers are few
             step.turn = turn_of(args, mask, load_shared<Item>(item_shared), place);
             mbarrier_wait(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)), parity_of<STEPS>(visit) ^ 1);
@@ -224,7 +212,16 @@ __device__ __forceinline__ void plan(const Args& args, const Mask& mask, uint32 
             mbarrier_arrive(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)));
             place.advance(item, args.group);
         }
-        index = draw(args, load_shared<Item>(item_shared));
+        // The next item is drawn early, so that it is brought while this one ends, but no earlier than that: blocks that
+        // wait for it would wait for this one as well. A block has no two items of a wave, which may wait for each other.
+        if (visits() > 0) {
+            const uint32 last = visit - 1;
+            mbarrier_wait(barrier(shared, QUERIES_FULL, stage_of(last)), parity_of(last));
+        }
+        const int wave_end = wave_of(args, load_shared<int>(item_shared + OFFSET_OF(Item, index))).end;
+        while (load_acquire(args.turns + TICKET) < wave_end) {
+        }
+        index = atomic_add(args.turns + TICKET, 1);
     }
 }
 
@@ -295,20 +292,20 @@ __device__ __forceinline__ void send(const Args& args, uint32 shared, int consum
         if (visits == NONE) break;
 #pragma unroll 1
         for (int n = 0; n < visits; ++n, ++visit) {
-            mbarrier_wait(barrier(shared, PARTS_FULL, consumer), visit * PIECES % 2);
+            mbarrier_wait(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)), parity_of<STEPS>(visit));
             const Step step = load_shared<Step>(step_at(shared, visit));
-            mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));
             const int64 part = static_cast<int64>(step.place) * CONSUMERS + consumer;
             char* const counter = args.turns + COUNTERS + part * 4;
             char* const sum = args.dq_sum + part * (PIECES * PIECE_BYTES);
-            if (ORDERED) {
+            if (ORDERED) {  // before the part is there, since the turn will still be this block's when it is
                 while (load_acquire(counter) != step.turn) {
                 }
                 fence_proxy_async_global();
             }
 #pragma unroll
             for (int piece = 0; piece < PIECES; ++piece) {
-                if (piece > 0) mbarrier_wait(barrier(shared, PARTS_FULL, consumer), (visit * PIECES + piece) % 2);
+                mbarrier_wait(barrier(shared, PARTS_FULL, consumer), (visit * PIECES + piece) % 2);
+                if (piece == 0) mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));
                 if (ORDERED && step.turn == 0) {
                     cp_async_bulk_store(sum + piece * PIECE_BYTES, piece_shared, PIECE_BYTES);
                 } else {
