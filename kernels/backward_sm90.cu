@@ -609,9 +609,15 @@ struct Consumer {
                 }
             }
         }
-        sync_warp();
-        wait(KEYS_FULL, 0, number % 2);  // of keys and values a phase passes with each item
+    }
+    // Done with an item that has no visits: of keys and values a phase passes all the same.
+    __device__ __forceinline__ void skip(uint32 number) const {
+        wait(KEYS_FULL, 0, number % 2);
         wait(VALUES_FULL, 0, number % 2);
+        sync_warp();
+        release(KEYS_EMPTY);
+        release(VALUES_EMPTY);
+        release(ITEMS_EMPTY, stage_of(number));
     }
     // Done with an item. The careful path computes again what was lost.
     __device__ __forceinline__ void end(uint32 number, const Item& item, bool lost) const {
@@ -650,9 +656,7 @@ __device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, u
         if (visits == 0) {
             self.store_nothing(number, to_dk);
             self.store_nothing(number, to_dv);
-            self.release(KEYS_EMPTY);
-            self.release(VALUES_EMPTY);
-            self.release(ITEMS_EMPTY, stage_of(number));
+            self.skip(number);
             continue;
         }
 
@@ -754,8 +758,7 @@ __device__ __forceinline__ void make_weights(const Args& args, const Mask& mask,
         if (visits == NONE) break;
         if (visits == 0) {
             self.store_nothing(number, to_dv);
-            self.release(VALUES_EMPTY);
-            self.release(ITEMS_EMPTY, stage_of(number));
+            self.skip(number);
             continue;
         }
 
@@ -809,6 +812,7 @@ __device__ __forceinline__ void make_weights(const Args& args, const Mask& mask,
         wgmma_wait_group<0>();
         pin(dq);
         self.release(DSCORES_EMPTY, stage);
+        self.release(KEYS_EMPTY);
         bar_arrive(TOKEN, CONSUMERS * WARPGROUP);
         self.store_part(visit - 1, dq);
 
@@ -838,8 +842,7 @@ __device__ __forceinline__ void make_dscores(const Args& args, const Mask& mask,
         if (visits == NONE) break;
         if (visits == 0) {
             self.store_nothing(number, to_dk);
-            self.release(KEYS_EMPTY);
-            self.release(ITEMS_EMPTY, stage_of(number));
+            self.skip(number);
             continue;
         }
 
@@ -884,6 +887,7 @@ __device__ __forceinline__ void make_dscores(const Args& args, const Mask& mask,
             self.release(DSCORES_EMPTY, stage);
             self.store_part(visit, dq);
         }
+        self.release(VALUES_EMPTY);
         bar_sync(TOKEN, CONSUMERS * WARPGROUP);  // the other has read the keys, too
 
         const Item item = load_shared<Item>(item_at(shared, number));
@@ -922,9 +926,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
             mbarrier_init(barrier(shared, DOUTS_EMPTY, n), BOTH);
         }
         mbarrier_init(barrier(shared, KEYS_FULL), 1);
-        mbarrier_init(barrier(shared, KEYS_EMPTY), ROLES ? ONE : BOTH);
+        mbarrier_init(barrier(shared, KEYS_EMPTY), BOTH);
         mbarrier_init(barrier(shared, VALUES_FULL), 1);
-        mbarrier_init(barrier(shared, VALUES_EMPTY), ROLES ? ONE : BOTH);
+        mbarrier_init(barrier(shared, VALUES_EMPTY), BOTH);
         mbarrier_init(barrier(shared, WEIGHTS_FULL), ONE);
         mbarrier_init(barrier(shared, WEIGHTS_EMPTY), ONE);
         fence_mbarrier_init();
