@@ -2,7 +2,9 @@
 
 A contender has a ``name``; ``missing()``, which says why it cannot run here, or None; ``scope()``, a context manager
 entered around each of its runs; and ``prepare(case, q, k, v)``, which gives a callable that computes the answer, an
-array or tensor (..., heads, queries, value_dim), or raises ``Unfit`` with the reason.
+array or tensor (..., heads, queries, value_dim), or raises ``Unfit`` with the reason. For gradients there is
+``prepare_backward(case, dout, q, k, v)``, whose callable gives dq, dk and dv; what that keeps of a forward pass is made
+beforehand.
 
 Private ones live in a folder named by the environment variable ``CUFLASH_CONTENDERS``: each ``*.py`` there that
 defines ``contenders()``, a function that returns such objects.
@@ -37,13 +39,19 @@ class Contender:
 
     def prepare(self, case, q, k, v):
         """Give a callable without arguments that computes the case."""
-        raise NotImplementedError
+        raise Unfit(f"does not compute {case.what}")
+
+    def prepare_backward(self, case, dout, q, k, v):
+        """Give a callable without arguments that computes the case's gradients."""
+        raise Unfit(f"does not compute {case.what}")
 
 
 def to_torch(array):
-    """A CuPy or NumPy array as a torch tensor over the same memory."""
+    """A CuPy or NumPy array as a torch tensor over the same memory; a tensor as it is."""
     import torch
 
+    if isinstance(array, torch.Tensor):
+        return array
     if array.dtype == BFLOAT16:  # DLPack of either side may not know the type
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(array)
@@ -100,6 +108,15 @@ class Torch(Contender):
         keywords = {"is_causal": case.mask == "causal"} | ({"enable_gqa": True} if case.heads != case.key_heads else {})
         return lambda: scaled_dot_product_attention(q, k, v, **keywords)
 
+    def prepare_backward(self, case, dout, q, k, v):
+        import torch
+
+        dout, *inputs = map(to_torch, (dout, q, k, v))
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        with self.scope(), torch.enable_grad():
+            out = self.prepare(case, *inputs)()
+        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
 
 class Naive(Contender):
     """Two products and a softmax in place, in the arrays' own library and dtype."""
@@ -135,8 +152,6 @@ class Naive(Contender):
 
 
 def _only_square(case):
-    if case.what != "forward":
-        raise Unfit(f"does not compute {case.what}")
     if case.window is not None or case.mask == "window":
         raise Unfit("no windows")
     if case.mask == "causal" and case.queries != case.length:

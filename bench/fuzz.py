@@ -1,11 +1,13 @@
 """Fuzz the GPU engine: every variant of its kernels on random problems, each result held against the float64 bound.
 
     python bench/fuzz.py --examples 20000 --seconds 420 --json FILE
+    python bench/fuzz.py --what backward --engine sm90                            # gradients
     python bench/fuzz.py --replay forward_bf16_causal_d64_q128_k64_w4_b2 1234     # one example again
 
 Processes, one a core, each draw problems aimed at a variant, run them on the GPU and compute the bound on the CPU.
 A problem is a function of (variant, seed). Sizes lean to tile edges; operands are views of many kinds; keys that no row
-sees hold NaN, and a key that only some rows see may hold infinity, which must not reach the others.
+sees hold NaN, and a key that only some rows see may hold infinity, which must not reach the others. So for gradients,
+where dout is a view too, and rows that see no key hold NaN.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from cuflash._dtypes import ELEMENTS
 LEAST = 50  # examples of each variant
 CHUNK = 16  # examples of a task
 LAYOUTS = ("plain", "heads_inside", "wide", "odd", "reversed", "skipping", "broadcast")
+DOUT_LAYOUTS = (*LAYOUTS[:-1], "stretched")  # as a sum's gradient: rows of stride 0
 
 
 # One example ----------------------------------------------------------------------------------------------------
@@ -41,13 +44,18 @@ class Example:
 
     bases: list
     layouts: list
+    shapes: list
     keywords: dict
     mask: object
     rows_hit: np.ndarray  # rows that see a key which holds infinity, so are not judged
+    keys_hit: np.ndarray  # keys that such rows see: their gradients are not judged
 
     def operands(self, move=lambda base: base):
-        """q, k, v as views of the moved bases."""
-        return [view(move(base), layout) for base, layout in zip(self.bases, self.layouts, strict=True)]
+        """q, k, v and, for gradients, dout as views of the moved bases."""
+        return [
+            view(move(base), layout, shape)
+            for base, layout, shape in zip(self.bases, self.layouts, self.shapes, strict=True)
+        ]
 
 
 def base_shape(shape, layout):
@@ -59,11 +67,14 @@ def base_shape(shape, layout):
         "odd": (batch, heads, length, dim + 1),
         "skipping": (batch, heads, 2 * length, dim),
         "broadcast": (1, heads, length, dim),
+        "stretched": (batch, heads, 1, dim),
     }.get(layout, shape)
 
 
-def view(base, layout):
-    """The operand a layout sees in its base, on the host and on the device alike."""
+def view(base, layout, shape):
+    """The operand a layout sees in its base, on the host and on the device alike; for some a shape of their own."""
+    if layout == "stretched":
+        return (np if isinstance(base, np.ndarray) else sys.modules["cupy"]).broadcast_to(base, shape)
     if layout == "heads_inside":
         return base.swapaxes(1, 2)
     if layout == "wide":
@@ -84,35 +95,45 @@ def draw(variant, seed):
     head_dim, value_dim = _dims(rng, variant)
     key_heads, group = int(rng.integers(1, 3)), int(rng.choice([1, 1, 2, 3]))
     batch = int(rng.choice([1, 1, 2, 3]))
-    keywords = _mask_keywords(rng, variant.mask, queries, keys)
+    every = variant.backward or variant.kernel == "forward_fma"  # one kernel for all masks
+    mask = str(rng.choice(["full", "causal", "window"])) if every else variant.mask
+    keywords = _mask_keywords(rng, mask, queries, keys)
     if rng.random() < 0.3:
         keywords["scale"] = float(rng.choice([0.0, -0.2, 1.0, 0.01]))
     layouts = [str(rng.choice(LAYOUTS)) if rng.random() < 0.5 else "plain" for _ in range(3)]
     shapes = [(batch, key_heads * group, queries, head_dim), (batch, key_heads, keys, head_dim)]
     shapes.append((*shapes[1][:-1], value_dim))
+    if variant.backward:
+        layouts.append(str(rng.choice(DOUT_LAYOUTS)) if rng.random() < 0.5 else "plain")
+        together = 1 if layouts[:3] == ["broadcast"] * 3 else batch
+        shapes.append((together, *shapes[0][1:-1], value_dim))
     dtype = ELEMENTS[variant.element].dtype
     bases = [rng.standard_normal(base_shape(*given)).astype(dtype) for given in zip(shapes, layouts, strict=True)]
     mask = _masks.make(queries, keys, keywords.get("causal", False), keywords.get("window"))
-    example = Example(bases, layouts, keywords, mask, np.zeros(queries, bool))
+    example = Example(bases, layouts, shapes, keywords, mask, np.zeros(queries, bool), np.zeros(keys, bool))
     if keys and rng.random() < 0.3:  # a key that outweighs the others
-        view(bases[1], layouts[1])[:, :, int(rng.integers(keys))] *= dtype.type(6)
+        example.operands()[1][:, :, int(rng.integers(keys))] *= dtype.type(6)
     return example, rng
 
 
 def spoil(example, rng):
     """Plant NaN in keys no row sees and rows that see none and, at times, infinity where some rows look."""
-    q, k, v = example.operands()
+    q, k, v, *dout = example.operands()
     i, keys = np.arange(q.shape[-2]), k.shape[-2]
     first, end = (np.broadcast_to(at(i, keys), i.shape) for at in (example.mask.first_key, example.mask.end_key))
     seen = np.zeros(keys, int)
     for a, b in zip(first, end, strict=True):
         seen[a:b] += 1
-    k[:, :, seen == 0], v[:, :, seen == 0], q[:, :, first >= end] = np.nan, np.nan, np.nan
+    for x, rows in ((k, seen == 0), (v, seen == 0), *((x, first >= end) for x in (q, *dout))):
+        if x.flags.writeable:  # not stretched
+            x[:, :, rows] = np.nan
     some = np.flatnonzero((seen > 0) & (seen < len(i)))
     if len(some) and rng.random() < 0.3:
         j = int(rng.choice(some))
         (v if rng.random() < 0.7 else k)[:, :, j] = np.inf
         example.rows_hit = (first <= j) & (j < end)
+        for a, b in zip(first[example.rows_hit], end[example.rows_hit], strict=True):
+            example.keys_hit[a:b] = True
 
 
 def _near(rng, tile, most):
@@ -127,12 +148,15 @@ def _near(rng, tile, most):
 def _dims(rng, variant):
     """head_dim and value_dim that are padded to the variant's, each at times the largest or a multiple of 8."""
     sizes = (variant.head_dim, variant.value_dim)
+    padded = _plan._padded
+    if variant.hopper:
+        padded = _plan.hopper_backward_dims if variant.backward else _plan.hopper_dims
     while True:
         drawn = [int(rng.integers(1, size + 1)) for size in sizes]
         dims = [int(rng.choice([n, -(-n // 8) * 8, size])) for n, size in zip(drawn, sizes, strict=True)]
         if sizes[0] == sizes[1] and rng.random() < 0.5:
             dims[1] = dims[0]
-        if (_plan.hopper_dims if variant.hopper else _plan._padded)(*dims) == sizes:
+        if padded(*dims) == sizes:
             return dims
 
 
@@ -154,29 +178,61 @@ def judge(example, clean, out, lse, engine):
     return float(np.max([gpu.over_bound(*(x[:, :, judged] for x in arrays)) for arrays in results]))  # NaN wins
 
 
+def judge_gradients(example, clean, dlse, grads, engine):
+    """The same of dq, dk and dv; what rows that saw infinity have a part in is left aside."""
+    q, k, v, dout = clean
+    wanted = gpu.bounded_gradients(dout, q, k, v, dlse=dlse, engine=engine, **example.keywords)
+    judged, found = [~example.rows_hit, ~example.keys_hit, ~example.keys_hit], []
+    for grad, (exact, bound), rows in zip(grads, wanted, judged, strict=True):
+        found.append(gpu.over_bound(*(x[:, :, rows] for x in (contenders.to_host(grad), exact, bound))))
+    return float(np.max(found))
+
+
+def gradients(example, clean, rng, engine):
+    """Run an example's gradients twice: their worst error over bound, NaN where a bit differs."""
+    q, k, v, dout = example.operands(gpu.to_device)
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **engine)
+    host = contenders.to_host(lse)
+    dlse = rng.standard_normal(lse.shape, np.float32) if rng.random() < 0.3 else None
+    if rng.random() < 0.2:  # rows that do not lie side by side
+        lse = gpu.to_device(np.repeat(host, 2, axis=-1))[..., ::2]
+    keywords = engine | {"dlse": None if dlse is None else gpu.to_device(dlse)}
+    grads, again = (cuflash.backward(dout, q, k, v, out, lse, **keywords) for _ in range(2))
+    for one, other in zip(grads, again, strict=True):
+        if (contenders.to_host(one).view(np.uint16) != contenders.to_host(other).view(np.uint16)).any():
+            return np.nan, host
+    return judge_gradients(example, clean, dlse, grads, engine["engine"] or "sm90"), host
+
+
 def try_one(variant, seed, engine):
     """Run an example: the variant it ran as, its worst error over bound, and what is notable about it."""
     example, rng = draw(variant, seed)
     clean = [operand.copy() for operand in example.operands()]
     spoil(example, rng)
-    q, k, v = example.operands()
+    q, k, v, *dout = example.operands()
+
     def chosen(name):  # not all problems are for sm90
         return example.keywords | {"engine": None if name == "sm90" else name}
 
-    steps = gpu.steps_of("forward", q, k, v, **chosen(variant.engine))
-    out, lse = cuflash.forward(*example.operands(gpu.to_device), return_lse=True, **chosen(engine))
-    out, lse = contenders.to_host(out), contenders.to_host(lse)
-    worst = judge(example, clean, out, lse, engine) if out.size else 0.0
-    tile_k = steps[0].variant.tile_k if steps else variant.tile_k
+    if variant.backward:
+        row = np.zeros(dout[0].shape[:-1], np.float32)
+        ran = gpu.plan_of("backward", dout[0], q, k, v, dout[0], row, **chosen(variant.engine)).variant
+        worst, lse = gradients(example, clean, rng, chosen(engine))
+    else:
+        ran = gpu.plan_of("forward", q, k, v, **chosen(variant.engine)).variant
+        out, lse = cuflash.forward(*example.operands(gpu.to_device), return_lse=True, **chosen(engine))
+        out, lse = contenders.to_host(out), contenders.to_host(lse)
+        worst = judge(example, clean, out, lse, engine) if out.size else 0.0
+    tile_k = (ran or variant).tile_k
     notable = {
         "several_key_tiles": k.shape[-2] > tile_k,
         "empty_rows": bool(np.any(np.isneginf(lse))),
-        "views": example.layouts != ["plain"] * 3,
+        "views": example.layouts != ["plain"] * len(example.layouts),
         "gqa": q.shape[1] != k.shape[1],
         "value_dim_differs": q.shape[-1] != v.shape[-1],
         "hidden_infinity": bool(example.rows_hit.any()),
     }
-    return steps[0].variant.name if steps else None, float(worst), notable
+    return ran and ran.name, float(worst), notable
 
 
 # Many -----------------------------------------------------------------------------------------------------------
@@ -203,11 +259,11 @@ class Tally:
         self.notable.update(other.notable)
         self.messages += other.messages
 
-    def row(self, engine):
+    def row(self, what, engine):
         """Row of the record."""
         share = {name: round(count / max(self.examples, 1), 3) for name, count in sorted(self.notable.items())}
         return {
-            "what": "forward", "engine": engine, "dtype": self.dtype, "examples": self.examples,
+            "what": what, "engine": engine, "dtype": self.dtype, "examples": self.examples,
             "failures": self.failures, "worst_error_over_bound": self.worst, "shares": share,
             "variants": dict(sorted(self.variants.items())),
         }  # fmt: skip
@@ -301,6 +357,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=20000)
     parser.add_argument("--seconds", type=float, default=420)
+    parser.add_argument("--what", default="forward", choices=("forward", "backward"))
     parser.add_argument("--engine", default="portable")
     parser.add_argument("--dtype", default=",".join(ELEMENTS))
     parser.add_argument("--workers", type=int, default=min(os.cpu_count(), 16))
@@ -310,6 +367,8 @@ def main(argv=None):
     begin = time.monotonic()
     variants = [variant for variant in _plan.variants(gpu.limits()) if variant.engine == options.engine]
     variants = [variant for variant in variants if variant.element in options.dtype.split(",")]
+    mains = {"forward": ("forward", "forward_fma", "forward_sm90"), "backward": ("backward", "backward_sm90")}
+    variants = [variant for variant in variants if variant.kernel in mains[options.what]]
     if options.replay:
         (variant,) = (variant for variant in variants if variant.name == options.replay[0])
         example, _ = draw(variant, int(options.replay[1]))
@@ -318,7 +377,7 @@ def main(argv=None):
         return 0
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     tallies = run(options, variants, begin + options.seconds)
-    rows = [record.stamped(tally.row(options.engine)) for tally in tallies.values()]
+    rows = [record.stamped(tally.row(options.what, options.engine)) for tally in tallies.values()]
     for row, tally in zip(rows, tallies.values(), strict=True):
         print(*tally.messages[:10], sep="\n")
         print(f"fuzz: {tally.dtype}: {tally.examples} examples, {tally.failures} failures, worst {tally.worst:.3f}")

@@ -26,7 +26,10 @@ import record
 from cuflash import _compile, _launch, _plan, _problem, bounds
 from cuflash._dtypes import ELEMENTS
 
-DEFAULTS = {"scale": None, "causal": False, "window": None, "return_lse": False, "out": None, "engine": None}
+DEFAULTS = {
+    "forward": {"scale": None, "causal": False, "window": None, "return_lse": False, "out": None, "engine": None},
+    "backward": {"scale": None, "causal": False, "window": None, "dlse": None, "grads": None, "engine": None},
+}
 
 
 def limits():
@@ -34,17 +37,35 @@ def limits():
     return _launch.limits(0)
 
 
-def steps_of(function, *arrays, engine=None, **keywords):
-    """Launches of a call by a GPU engine; its arrays may lie on the host, since only their layout matters."""
-    problem = getattr(_problem, function)(*arrays, **(DEFAULTS | keywords))
-    return _plan.plan(replace(problem, library="cupy", engine=engine), limits()).steps
+def plan_of(function, *arrays, engine=None, **keywords):
+    """The plan of a call by a GPU engine; its arrays may lie on the host, since only their layout matters."""
+    problem = getattr(_problem, function)(*arrays, **(DEFAULTS[function] | keywords))
+    return _plan.plan(replace(problem, library="cupy", engine=engine), limits())
+
+
+def steps_of(function, *arrays, **keywords):
+    """Its launches."""
+    return plan_of(function, *arrays, **keywords).steps
 
 
 def variant_of(function, *arrays, **keywords):
-    """Name of the first kernel a call launches; None on the CPU."""
-    if keywords.get("engine") == "numpy":
-        return None
-    return next((step.variant.name for step in steps_of(function, *arrays, **keywords)), None)
+    """Name of the kernel that does most of a call's work; None on the CPU."""
+    variant = None if keywords.get("engine") == "numpy" else plan_of(function, *arrays, **keywords).variant
+    return variant and variant.name
+
+
+def backward_unordered(dout, q, k, v, out, lse, **keywords):
+    """A prepared call of backward whose sums of dq take no turns: what turns cost is the difference."""
+    problem = _problem.backward(dout, q, k, v, out, lse, **(DEFAULTS["backward"] | keywords))
+    plan = _launch.make_plan(problem)
+    steps = [
+        replace(step, variant=replace(step.variant, ordered=0) if step.cooperative else step.variant,
+                args=step.args | {"clear": 1})
+        for step in plan.steps
+    ]  # fmt: skip
+    call = _launch._GpuBackward(problem, replace(plan, steps=tuple(steps)))
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    return lambda: call(arrays, ())
 
 
 def path_of(dtype, engine):
@@ -56,6 +77,11 @@ def bounded(q, k, v, *, engine, scale=None, causal=False, window=None, rows=None
     """The float64 answer for host arrays and the bound of an engine's error."""
     path = path_of(q.dtype.name, engine)
     return bounds.forward(q, k, v, scale=scale, causal=causal, window=window, path=path, rows=rows)
+
+
+def bounded_gradients(dout, q, k, v, *, engine, **keywords):
+    """The float64 gradients for host arrays and the bounds of an engine's errors."""
+    return bounds.backward(dout, q, k, v, path=path_of(q.dtype.name, engine), **keywords)
 
 
 def over_bound(actual, wanted, bound):

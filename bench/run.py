@@ -4,6 +4,7 @@
     python bench/run.py --head-dim 128 --length 8192 --mask causal --contenders fa2,cudnn --quick
     python bench/run.py --engine numpy --dtype float32 --head-dim 64 --length 4096 --tokens 4096 --width 512 \\
         --mask full --contenders naive
+    python bench/run.py backward --engine sm90              # gradients: all launches of a call
     python bench/run.py host                                # host time of a cached forward call, and where it goes
 
 A cell has ``tokens`` rows in all (batch x length) and heads x head_dim = ``width``; arrays lie as (batch, length,
@@ -36,7 +37,7 @@ LOOSE = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 5e-3, "float64": 1e-6}  #
 def parse(argv=None):
     """Options of the command line, lists split."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="?", default="forward", choices=("forward", "host"))
+    parser.add_argument("what", nargs="?", default="forward", choices=("forward", "backward", "host"))
     parser.add_argument("--engine", default="portable")
     parser.add_argument("--dtype", default="bfloat16", help="one or more, by commas; so are the next three")
     parser.add_argument("--head-dim", default="64,128,256")
@@ -74,22 +75,24 @@ def cells(options):
                     heads = options.width // head_dim
                     window = (options.window, 0) if mask == "window" else None
                     yield record.Case(
-                        what="forward", engine=options.engine, dtype=dtype, head_dim=head_dim, value_dim=head_dim,
+                        what=options.what, engine=options.engine, dtype=dtype, head_dim=head_dim, value_dim=head_dim,
                         mask=mask, queries=length, length=length, batch=max(1, options.tokens // length),
                         heads=heads, key_heads=heads // options.group, window=window,
+                        reproducible=True if options.what == "backward" else None,
                     )  # fmt: skip
 
 
 class Inputs:
-    """q, k, v of a case: random normal numbers drawn once a dtype, on the host and where the engine wants them."""
+    """q, k, v of a case and, for gradients, dout: random normal numbers on the host and where the engine wants them."""
 
     def __init__(self, on_gpu):
         self.on_gpu, self.drawn = on_gpu, {}
 
     def __call__(self, case):
-        """Host arrays and engine arrays, each three of (batch, heads, length, dim)."""
-        shapes = [(case.batch, case.length, heads, case.head_dim) for heads in (case.heads, *[case.key_heads] * 2)]
-        key = case.dtype, math.prod(shapes[0])
+        """Host arrays and engine arrays, each three or four of (batch, heads, length, dim)."""
+        heads = [case.heads, case.key_heads, case.key_heads, *[case.heads] * (case.what == "backward")]
+        shapes = [(case.batch, case.length, n, case.head_dim) for n in heads]
+        key = case.dtype, math.prod(shapes[0]), len(shapes)
         if key not in self.drawn:
             self.drawn = {key: self._draw(*key)}
         return tuple(
@@ -97,9 +100,9 @@ class Inputs:
             for arrays in self.drawn[key]
         )
 
-    def _draw(self, dtype, size):
+    def _draw(self, dtype, size, count):
         rng = np.random.default_rng(2205)
-        host = [rng.standard_normal(size, dtype=np.float32) for _ in range(3)]
+        host = [rng.standard_normal(size, dtype=np.float32) for _ in range(count)]
         host = [x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype) for x in host]
         return host, [gpu.to_device(x) for x in host] if self.on_gpu else host
 
@@ -121,34 +124,69 @@ def error_over_bound(case, host, out):
     return float(np.max(found))
 
 
-def distance(case, ours, theirs):
-    """Relative distance of two answers on some heads."""
+def gradient_error_over_bound(case, host, arrays, grads, backward):
+    """The same of dq, dk and dv, on the last rows of some heads; these see every key.
+
+    dq of a row is its own. To dk and dv all rows add, so there the others are silenced, in a run of its own by
+    ``backward(dout)``.
+    """
+    q, k, v, dout = host
+    rows = slice(max(case.queries - CHECKED_ROWS, 0), None)
     found = []
     for b, h in some_heads(case):
-        our, their = (contenders.to_host(x[b, h]).astype(np.float64) for x in (ours, theirs))
-        found.append(np.linalg.norm(their - our) / np.linalg.norm(our))
+        key_head = h * case.key_heads // case.heads
+        part = dout[b, h, rows], q[b, h, rows], k[b, key_head], v[b, key_head]
+        (dq, dq_bound), *shared = gpu.bounded_gradients(*part, engine=case.engine, **case.keywords)
+        found.append(gpu.over_bound(contenders.to_host(grads[0][b, h])[rows], dq, dq_bound))
+        silenced = arrays[3].copy()
+        silenced[...] = 0
+        silenced[b, h, rows] = arrays[3][b, h, rows]
+        for grad, (wanted, bound) in zip(backward(silenced)[1:], shared, strict=True):
+            found.append(gpu.over_bound(contenders.to_host(grad[b, key_head]), wanted, bound))
+    return float(np.max(found))
+
+
+def distance(case, ours, theirs):
+    """Relative distance of two answers on some heads, the largest of all results."""
+    if not isinstance(ours, tuple):
+        ours, theirs = (ours,), (theirs,)
+    found = []
+    for b, h in some_heads(case):
+        for our, their in zip(ours, theirs, strict=True):
+            head = h * our.shape[1] // case.heads
+            our, their = (contenders.to_host(x[b, head]).astype(np.float64) for x in (our, their))
+            found.append(np.linalg.norm(their - our) / np.linalg.norm(our))
     return float(np.max(found))
 
 
 def measure(case, options, inputs, rivals, timer):
     """Check and time a case: its row. Raises ArithmeticError where our answer is outside the bound."""
-    host, (q, k, v) = inputs(case)
+    host, arrays = inputs(case)
     library = "cupy" if inputs.on_gpu else "numpy"
     keywords = case.keywords | {"engine": case.engine}
+    given = arrays[:3]
+    if case.what == "backward":
+        given = arrays[3], *arrays[:3], *cuflash.forward(*arrays[:3], return_lse=True, **keywords)
+    function = getattr(cuflash, case.what)
 
     def ours():
-        return cuflash.forward(q, k, v, **keywords)
+        return function(*given, **keywords)
 
     if library == "numpy":
         ours()  # imports and thread pools are not the call's memory; on a GPU a kept workspace would be
     extra, out = timing.extra_bytes(ours, library)
-    error = error_over_bound(case, host, out)
+    if case.what == "backward":
+        again = lambda dout: function(dout, *given[1:], **keywords)  # noqa: E731
+        error = gradient_error_over_bound(case, host, arrays, out, again)
+    else:
+        error = error_over_bound(case, host, out)
     if not error <= 1:
         raise ArithmeticError(f"error over bound is {error}")
     calls, scopes, extras = {"ours": ours}, {}, {}
     for name, contender in rivals.items():
         try:
-            call = contender.prepare(case, q, k, v)
+            prepare = contender.prepare_backward if case.what == "backward" else contender.prepare
+            call = prepare(case, *given[: len(arrays)])
             with contender.scope():
                 extras[name], theirs = timing.extra_bytes(call, library) if name == "naive" else (None, call())
             far = distance(case, out, theirs)
@@ -170,7 +208,7 @@ def measure(case, options, inputs, rivals, timer):
         rival = min(filter(theirs.get, theirs), key=lambda name: statistics.median(theirs[name]), default=None)
     return record.case_row(
         case,
-        variant=gpu.variant_of("forward", q, k, v, **keywords),
+        variant=gpu.variant_of(case.what, *given, **keywords),
         ms=ms,
         spread=timing.spread(rounds["ours"]),
         tflops=case.flops / ms / 1e9,

@@ -27,6 +27,7 @@ from cuflash import _plan
 from cuflash._dtypes import ELEMENTS
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
+AROUND = ("backward_rows", "backward_finish")  # run with the kernels that they surround
 DONE = "sanitized: "  # begins the line that says what ran
 
 
@@ -49,12 +50,27 @@ def dims_of(variant, exact):
     return (variant.head_dim, variant.value_dim) if exact else (variant.head_dim - 8, variant.value_dim - 7)
 
 
+def run_once(function, arrays, keywords):
+    """Run a function on q, k and v: the names of the variants that were launched for it."""
+    host, arrays = arrays, [gpu.to_device(x) for x in arrays]
+    out, lse = cuflash.forward(*arrays, return_lse=True, **keywords)
+    steps = gpu.steps_of("forward", *host, **keywords)
+    if function == "backward":
+        cuflash.backward(out, *arrays, out, lse, **keywords)
+        row = np.zeros(lse.shape, np.float32)
+        out = np.zeros(out.shape, host[0].dtype)
+        steps = gpu.steps_of("backward", out, *host, out, row, **keywords)
+    return [step.variant.name for step in steps]
+
+
 def problems_of(variant):
     """Two small problems that run a variant, the second with rows that see no key: (shapes of q, k, v, keywords)."""
     long, short = 3 * variant.tile_k + 9, variant.tile_k // 2 + 1
     for exact, heads, queries, keys in ((True, 2, variant.tile_q + 5, long), (False, 4, long, short)):
         head_dim, value_dim = dims_of(variant, exact)
         keywords = {"full": {}, "causal": {"causal": True}, "window": {"window": (keys // 3, 5)}}[variant.mask]
+        if variant.backward and exact:  # whose kernels serve every mask
+            keywords = {}
         yield (1, heads, queries, head_dim), (1, 2, keys, head_dim), (1, 2, keys, value_dim), keywords
 
 
@@ -74,12 +90,10 @@ def sweep(kernel, seconds):
             host = [rng.standard_normal(shape).astype(ELEMENTS[variant.element].dtype) for shape in shapes]
             host[2][..., -1, :] = np.inf  # a value most rows do not see: the careful path
             keywords["engine"] = variant.engine
-            steps = gpu.steps_of("forward", *host, **keywords)
-            arrays = [gpu.to_device(x) for x in host]
-            cuflash.forward(*arrays, return_lse=True, **keywords)
+            ran = run_once("backward" if variant.backward else "forward", host, keywords)
             cupy.cuda.get_current_stream().synchronize()
-            launches += len(steps)
-            names.update(step.variant.name for step in steps)
+            launches += len(ran)
+            names.update(ran)
     print(DONE + json.dumps({"launches": launches, "variants": len(names), "of": len(chosen)}), flush=True)
 
 
@@ -135,6 +149,7 @@ def drive(path, tools, seconds):
         return 1
     print(f"sanitizers: memcheck found the planted fault ({errors_in(planted)} errors)", flush=True)
     kernels = dict.fromkeys(variant.kernel for variant in _plan.variants(gpu.limits()))
+    kernels = [kernel for kernel in kernels if kernel not in AROUND]
     jobs = [(tool, kernel) for tool in tools for kernel in kernels]
 
     def run(job):

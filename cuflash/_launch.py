@@ -427,7 +427,7 @@ class _GpuBackward(_Gpu):
 
 
 def _summed(array, axes):
-    """An array summed along some axes, which keep length 1. The order depends on lengths alone; the array is used up."""
+    """An array summed along some axes, which keep length 1, in an order of lengths alone; the array is used up."""
     for axis in axes:
         before = (slice(None),) * axis
         while (length := array.shape[axis]) > 1:  # halves are added until one is left

@@ -231,10 +231,8 @@ def _not_for_hopper(problem):
         return f"wgmma has no {problem.dtype}"
     if 0 in (problem.keys, problem.value_dim):
         return "a tensor map has no empty axis"
-    if problem.function == "backward":
-        widest = max(HOPPER_BACKWARD_TILES)
-        return f"its backward has no head dims above {widest} yet" if _widest(problem) > widest else None
-    if problem.queries * problem.heads * math.prod(problem.batch) > MOST_TILES:
+    tiles = problem.queries * problem.heads * math.prod(problem.batch)
+    if problem.function == "forward" and tiles > MOST_TILES:
         return "a ticket counts no more than 2^30 tiles"
     return None
 
@@ -267,6 +265,12 @@ def backward_variant(dtype, head_dim, value_dim, limits):
     )  # fmt: skip
 
 
+def hopper_backward_dims(head_dim, value_dim):
+    """Head dims as the sm90 engine's backward compiles them: alike."""
+    dim = next(dim for dim in HOPPER_BACKWARD_TILES if max(head_dim, value_dim) <= dim)
+    return dim, dim
+
+
 def hopper_backward_variant(dtype, dim):
     """The sm90 engine's main kernel of backward for a padded head dim, of v too."""
     tile_q, tile_k, warps = HOPPER_BACKWARD_TILES[dim]
@@ -289,10 +293,6 @@ def finish_variant(dtype):
 
 
 # Forward --------------------------------------------------------------------------------------------------------
-
-
-def _widest(problem):
-    return max(problem.head_dim, problem.value_dim)
 
 
 def _portable_forward(problem, limits, reason):
@@ -378,7 +378,7 @@ def _forward(problem, pack, tile_q, chunk, key_box=None):
 
 
 def _shifts(problem):
-    """The two shifts of the mask as the most general one, `_masks.Window`, has them; the others ignore what they lack."""
+    """The shifts of the mask as the most general one, `_masks.Window`, has them; others ignore what they lack."""
     full = {"full": (-problem.queries, problem.keys), "causal": (-problem.queries, problem.mask.end_shift)}
     shifts = full.get(problem.mask.name, (problem.mask.first_shift, problem.mask.end_shift))
     return dict(zip(("first_shift", "end_shift"), shifts, strict=True))
@@ -434,7 +434,7 @@ def _portable_backward(problem, limits, reason):
 
 
 def _hopper_backward(problem, limits, reason):
-    dim = next(dim for dim in HOPPER_BACKWARD_TILES if _widest(problem) <= dim)
+    dim, _ = hopper_backward_dims(problem.head_dim, problem.value_dim)
     variant = hopper_backward_variant(problem.dtype, dim)
     return _backward(problem, limits, "sm90", reason, variant, parts=2)
 
@@ -457,7 +457,8 @@ def _backward(problem, limits, engine, reason, variant, parts):
     heads, items = batches * problem.heads, batches * problem.key_heads * key_tiles
     counters = FIRST_COUNTER + heads * query_tiles * parts
     if items >= MOST_TILES or counters >= 2**31:
-        raise ValueError(f"backward: has {items} tiles of keys and {counters} counters; wanted fewer than 2^30 and 2^31")
+        has = f"{items} tiles of keys and {counters} counters"
+        raise ValueError(f"backward: has {has}; wanted fewer than 2^30 and 2^31")
     blocks = limits.processors * variant.blocks_per_sm
     passes = _passes(problem, variant, key_tiles, blocks)
     largest = float(np.finfo(np.float32).max) / 2

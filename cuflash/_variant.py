@@ -159,7 +159,8 @@ class Variant:
         )
         return (
             f"// {self.name}\nnamespace cuflash {{\n{declared}using Element = {element.struct};\n"
-            f"struct {mask.__name__};\nusing Mask = {mask.__name__};\n{numbers}{last_first}{_OFFSET_OF}template <typename A>\nstruct ArgsLayout {{\n"
+            f"struct {mask.__name__};\nusing Mask = {mask.__name__};\n{numbers}{last_first}"
+            f"{_OFFSET_OF}template <typename A>\nstruct ArgsLayout {{\n"
             f'    static_assert(sizeof(A) == {self.args.itemsize}, "Args: not the size Python packs");\n{offsets}}};\n'
             f"}}\n"
         )

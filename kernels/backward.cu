@@ -57,6 +57,7 @@ struct alignas(16) Work {
     const char *q, *dout;  // row 0 of the group's first head
     int first_tile;        // tile 0 of that head, among those of all heads, which an int counts: each has a turn counter
     int index;             // of the item
+    int visits;
     int key;               // first of the tile
 };
 // A visit, looked up beforehand.
@@ -192,18 +193,17 @@ __device__ __forceinline__ void store_pair(uint32 base, uint32 lane, int block, 
     }
 }
 
-// sums (KEY_ROWS x this warp's columns) += pairs (KEY_ROWS x TILE_Q) rows (TILE_Q x COLUMNS), both tiles.
-template <int COLUMNS>
-__device__ __forceinline__ void add_product(float (&sums)[BLOCKS][COLUMNS / 8 / MATES][4], uint32 pairs, uint32 rows,
-                                            uint32 lane_pairs, uint32 lane_rows) {
+// sums (KEY_ROWS x this warp's columns) += pairs (KEY_ROWS x QUERIES) rows, from row `query` of a tile of COLUMNS on.
+template <int COLUMNS, typename LoadPairs>
+__device__ __forceinline__ void add_product(float (&sums)[BLOCKS][COLUMNS / 8 / MATES][4], LoadPairs load_pairs, uint32 rows,
+                                            uint32 lane, int query) {
 #pragma unroll
-    for (int step = 0; step < TILE_Q / 16; ++step) {
+    for (int step = 0; step < QUERIES / 16; ++step) {
         uint32 a[BLOCKS][4];
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
-            ldmatrix_x4(a[block], pairs + PairTile::step(lane_pairs, 16 * block, 2 * step));
-        }
-        multiply_add<Element, BLOCKS, COLUMNS / 8 / MATES, COLUMNS, 2 * MATES>(sums, a, rows, lane_rows, 16 * step);
+        for (int block = 0; block < BLOCKS; ++block) load_pairs(a[block], step, block);
+        multiply_add<Element, BLOCKS, COLUMNS / 8 / MATES, COLUMNS, 2 * MATES>(
+            sums, a, rows + query * Tile<COLUMNS>::PITCH, lane, 16 * step);
     }
 }
 
@@ -248,9 +248,9 @@ __device__ __forceinline__ void store_rows(uint32 base, char* rows, int64 stride
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_backward(const __grid_constant__ Args args) {
     const uint32 shared = shared_memory();
     const Mask mask(args.keys, args.first_shift, args.end_shift);
-    const bool first_thread = fresh_thread_index() == 0;
+    auto first_thread = [] { return fresh_thread_index() == 0; };
     auto draw = [&] {
-        if (first_thread) store_shared(shared + NEXT_START, atomic_add(args.turns + TICKET, 1));
+        if (first_thread()) store_shared(shared + NEXT_START, atomic_add(args.turns + TICKET, 1));
     };
 
     // Facts of the warp, each found anew where it is used rather than in registers all along.
@@ -258,24 +258,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
     auto key_row = [] { return warp_index() / MATES * KEY_ROWS; };
     auto last_warp = [] { return warp_index() == WARPS - 1; };
     auto listed_index = [&] { return load_shared<Work>(shared + WORK_START).index; };
+    auto visits = [&] { return load_shared<Work>(shared + WORK_START).visits; };
 
     draw();
     for (;;) {
         sync_threads();  // the item is there, and all have left what is filled next
         const int index = load_shared<int>(shared + NEXT_START);
         if (index >= args.items) break;
-        int visits;
         {
             const Item item = locate_item(args, mask, index);
             const int key = item.key_tile * TILE_K, head = item.key_head * args.group;
-            visits = uniform(item.visits);
-            if (first_thread) {
+            if (first_thread()) {
                 store_shared(shared + WORK_START,
                              Work{args.q + args.q_strides.offset(item.batch0, item.batch1, head),
                                   args.dout + args.dout_strides.offset(item.batch0, item.batch1, head),
-                                  (static_cast<int>(item.batch) * args.heads + head) * args.query_tiles, index, key});
+                                  (static_cast<int>(item.batch) * args.heads + head) * args.query_tiles, index, item.visits, key});
             }
-            if (visits > 0) {
+            if (item.visits > 0) {
                 TileCopy<TILE_K, HEAD_DIM, THREADS>::copy(
                     shared + KEY_START,
                     args.k + args.k_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.k_strides.row,
@@ -285,37 +284,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                     args.v + args.v_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.v_strides.row,
                     args.v_strides.row, args.value_dim, 0, args.keys - key);
                 if (last_warp()) list_visits(args, mask, item, shared, 0);
-                sync_threads();  // the list is there
-                load_rows(args, shared, 0);
             }
+            sync_threads();  // the list is there
+            if (item.visits > 0) load_rows(args, shared, 0);
             cp_async_commit_group();
         }
 
         float dk[BLOCKS][HEAD_DIM / 8 / MATES][4] = {}, dv[BLOCKS][VALUE_DIM / 8 / MATES][4] = {};
         auto release = [&](int n) {
-            if (ORDERED && first_thread) add_release(turn_counter(args, tile_of(args, shared, listed_visit(shared, n))), 1);
+            if (ORDERED && first_thread()) add_release(turn_counter(args, tile_of(args, shared, listed_visit(shared, n))), 1);
         };
 #pragma unroll 1
-        for (int n = 0; n < visits; ++n) {
+        for (int n = 0; n < visits(); ++n) {
             cp_async_wait_group<0>();
             sync_threads();  // the tiles are here for all warps, and all have left what is filled next
-            if (STAGES == 2 && n + 1 < visits) load_rows(args, shared, n + 1);
+            if (STAGES == 2 && n + 1 < visits()) load_rows(args, shared, n + 1);
             cp_async_commit_group();
             if (n % WARP == WARP / 2 && last_warp()) {
                 list_visits(args, mask, locate_item(args, mask, listed_index()), shared, n + WARP / 2);
             }
 
+            auto listed = [&] { return load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed)); };
             const uint32 queries = shared + QUERY_START + n % STAGES * (TILE_Q * QueryTile::PITCH);
             const uint32 douts = shared + DOUT_START + n % STAGES * (TILE_Q * ValueTile::PITCH);
 #pragma unroll 1
             for (int part = 0; part < PARTS; ++part) {
-                const Listed listed = load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed));
                 const int query = (mate() * PARTS + part) * QUERIES;
                 const uint32 rows = shared + ROW_START + n % STAGES * (2 * TILE_Q * sizeof(float)) +
                                     (query + lane_index() % 4 * 2) * sizeof(float);
                 auto seen = [&] {
                     return Seen(args, mask, load_shared<Work>(shared + WORK_START).key + key_row(),
-                                listed.visit.tile * TILE_Q + query);
+                                listed().visit.tile * TILE_Q + query);
                 };
                 Scores p, dp;
                 const uint32 lane_k = lane_of_a<HEAD_DIM>() + KEY_START + key_row() * KeyTile::PITCH;
@@ -335,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                         p[block][n][e] = fused_multiply_add(p[block][n][e], args.scale_log2, -lse[n][e % 2]);
                     });
                 }
-                if (!listed.plain) {  // hidden: p = 0; and no p above 1 of a coarse lse, but NaN stays NaN
+                if (!listed().plain) {  // hidden: p = 0; and no p above 1 of a coarse lse, but NaN stays NaN
                     const Seen is_seen = seen();
                     for_each([&](int block, int n, int e) {
                         float& x = p[block][n][e];
@@ -365,13 +364,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                             if (MATES > 1) store_pair(shared + WEIGHT_START, lane_put, block, n, weights[n / 2][block]);
                         }
                     });
+                auto own = [](const Pairs& pairs) {
+                    return [&](uint32(&a)[4], int step, int block) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) a[e] = pairs[step][block][e];
+                    };
+                };
+                add_product<VALUE_DIM>(dv, own(weights), douts, lane_of_a<VALUE_DIM>(2 * mate()), query);
                 if (part == PARTS - 1 && n > 0) release(n - 1);  // whose sums have long arrived
                 {
                     float delta[QUERIES / 8][2];
                     load_columns(delta, rows + TILE_Q * sizeof(float));
                     for_each([&](int block, int n, int e) { dp[block][n][e] = p[block][n][e] * (dp[block][n][e] - delta[n][e % 2]); });
                 }
-                if (!listed.plain) {
+                if (!listed().plain) {
                     const Seen is_seen = seen();
                     for_each([&](int block, int n, int e) {
                         float& x = dp[block][n][e];
@@ -382,35 +388,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                     if (e % 2 == 0) slopes[n / 2][block][n % 2 * 2 + e / 2] = cvt_pair(Element{}, dp[block][n][e], dp[block][n][e + 1]);
                     if (e == 2) store_pair(shared + SLOPE_START, PairTile::step(lane_put, 0, part * (QUERIES / 8)), block, n, slopes[n / 2][block]);
                 });
-                if constexpr (MATES == 1) {
-                    const uint32 lane_dk = lane_of_a<HEAD_DIM>(), lane_dv = lane_of_a<VALUE_DIM>();
-#pragma unroll
-                    for (int step = 0; step < QUERIES / 16; ++step) {
-                        multiply_add<Element, BLOCKS, VALUE_DIM / 8 / MATES, VALUE_DIM>(dv, weights[step], douts, lane_dv,
-                                                                                        part * QUERIES + 16 * step);
-                    }
-#pragma unroll
-                    for (int step = 0; step < QUERIES / 16; ++step) {
-                        multiply_add<Element, BLOCKS, HEAD_DIM / 8 / MATES, HEAD_DIM>(dk, slopes[step], queries, lane_dk,
-                                                                                      part * QUERIES + 16 * step);
-                    }
-                }
+                add_product<HEAD_DIM>(dk, own(slopes), queries, lane_of_a<HEAD_DIM>(2 * mate()), query);
             }
             sync_threads();  // p^T and ds^T are here
             if constexpr (MATES > 1) {
-                const uint32 lane_pairs = lane_of_a<TILE_Q>() + key_row() * PairTile::PITCH;
                 const uint32 lane_dk = lane_of_a<HEAD_DIM>(2 * mate()), lane_dv = lane_of_a<VALUE_DIM>(2 * mate());
-                add_product<VALUE_DIM>(dv, shared + WEIGHT_START, douts, lane_pairs, lane_dv);
-                add_product<HEAD_DIM>(dk, shared + SLOPE_START, queries, lane_pairs, lane_dk);
+                auto mates = [&](uint32 base, int query) {
+                    const uint32 lane = lane_of_a<TILE_Q>(query / 8) + base + key_row() * PairTile::PITCH;
+                    return [=](uint32(&a)[4], int step, int block) {
+                        ldmatrix_x4(a, PairTile::step(lane, 16 * block, 2 * step));
+                    };
+                };
+#pragma unroll
+                for (int other = 1; other < MATES; ++other) {
+                    const int query = (mate() + other) % MATES * QUERIES;
+                    add_product<VALUE_DIM>(dv, mates(shared + WEIGHT_START, query), douts, lane_dv, query);
+                    add_product<HEAD_DIM>(dk, mates(shared + SLOPE_START, query), queries, lane_dk, query);
+                }
             }
             if constexpr (STAGES == 1) {
                 sync_threads();  // all have left the tiles
-                if (n + 1 < visits) load_rows(args, shared, n + 1);
+                if (n + 1 < visits()) load_rows(args, shared, n + 1);
                 cp_async_commit_group();
             }
 
             auto turns_had = [&] {
-                return load_relaxed(turn_counter(args, tile_of(args, shared, listed_visit(shared, opaque(n)))));
+                return load_relaxed(turn_counter(args, tile_of(args, shared, listed_visit(shared, uniform(n)))));
             };
             int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
             // The warp's queries of ds^T and columns of k; computed here rather than in registers all along.
@@ -429,10 +432,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
             }
             // Nothing is read that another block has written, so that no more is to be acquired: memory adds, and it has
             // added what came before a counter that it shows.
-            const Listed listed = load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed));
-            while (ORDERED && turns < listed.turn) turns = turns_had();
-            if (n + 1 == visits) draw();  // not before: a block that waits holds no item but its own
-            char* to = args.dq_sum + static_cast<int64>(tile_of(args, shared, listed.visit)) * (TILE_Q * HEAD_DIM * sizeof(float)) +
+            while (ORDERED && turns < listed().turn) turns = turns_had();
+            if (n + 1 == visits()) draw();  // not before: a block that waits holds no item but its own
+            char* to = args.dq_sum + static_cast<int64>(tile_of(args, shared, listed().visit)) * (TILE_Q * HEAD_DIM * sizeof(float)) +
                        (dq_row / 64 * (HEAD_DIM / 8) * 4 + 2 * dq_mate * 4 + dq_row % 64 / 16) * 512 + lane_index() * 16;
             auto each_block = [&](auto put) {
 #pragma unroll
@@ -443,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                     }
                 }
             };
-            if (ORDERED && listed.turn == 0) {
+            if (ORDERED && listed().turn == 0) {
                 each_block([](char* place, const float(&x)[4]) { store_global(place, Four{{x[0], x[1], x[2], x[3]}}); });
             } else {
                 each_block([](char* place, const float(&x)[4]) { add_global<VECTOR_ADDS>(place, x); });
@@ -451,8 +453,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
         }
 
         sync_threads();  // all have left the keys and added their last sums
-        if (visits == 0) draw();
-        if (visits > 0) release(visits - 1);
+        if (visits() == 0) draw();
+        if (visits() > 0) release(visits() - 1);
         const Item item = locate_item(args, mask, listed_index());  // again, rather than in registers all along
         const int key = item.key_tile * TILE_K, keys = args.keys - key;
         char* dk_rows = args.dk + args.dk_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.dk_strides.row;

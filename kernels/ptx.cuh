@@ -33,11 +33,6 @@ __device__ __forceinline__ int warp_index() { return fresh_thread_index() / WARP
 // A value that all lanes hold alike: the compiler may keep it, and what follows from it, in uniform registers.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// The same value, of which the compiler, the assembler too, knows nothing: what follows from it is computed anew.
-__device__ __forceinline__ int opaque(int value) {
-    return value + fresh_thread_index() / (1 << 16);  // 0: a block has no more than 1024 threads
-}
-
 __device__ __forceinline__ void sync_threads() { __syncthreads(); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 

@@ -1122,7 +1122,7 @@ def test_turns_end_whatever_the_speed_of_blocks(order, heads, random):
             if block is None:
                 item = next(ticket, None)
                 blocks[n] = block = False if item is None else (item[0], list(item[2]))
-            if block and (not block[1] or counters[block[0], *block[1][0][:2]] == block[1][0][2]):
+            if block and (not block[1] or counters[(block[0], *block[1][0][:2])] == block[1][0][2]):
                 ready.append(n)
         if not any(blocks):
             return
@@ -1130,7 +1130,7 @@ def test_turns_end_whatever_the_speed_of_blocks(order, heads, random):
         n = random.choice(ready)
         key_head, left = blocks[n]
         if left:
-            counters[key_head, *left.pop(0)[:2]] += 1
+            counters[(key_head, *left.pop(0)[:2])] += 1
         if not left:
             blocks[n] = None
     raise AssertionError("it did not end")

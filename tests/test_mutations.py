@@ -14,7 +14,8 @@ def overlays(emulator, tmp_path_factory):
 
     def compiled(mutation):
         arrays = mutation.recipe.arrays()
-        mutation.emulator(folders[mutation.name]).prepare(*arrays, **mutation.recipe.keywords)
+        emulator = mutation.emulator(folders[mutation.name])
+        emulator.prepare(*arrays, backward=mutation.backward, **mutation.recipe.keywords)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compiled, mutations.MUTATIONS))

@@ -303,11 +303,17 @@ class Emulator:
         engine = problem.engine or (None if self.engine == "sm90" else self.engine)
         return _plan.plan(dataclasses.replace(problem, library="cupy", engine=engine), self.limits)
 
-    def prepare(self, q, k, v, **keywords):
-        """Compile the kernels that a call of `forward` takes."""
-        given = {"scale": None, "causal": False, "window": None, "return_lse": False, "out": None, "engine": None}
-        for step in self.plan(_problem.forward(q, k, v, **(given | keywords))).steps:
-            self.build(step.variant)
+    def prepare(self, q, k, v, *, backward=False, **keywords):
+        """Compile the kernels that a call of `forward` takes and, if asked, those of `backward`."""
+        given = {"scale": None, "causal": False, "window": None, "engine": None} | keywords
+        problems = [_problem.forward(q, k, v, return_lse=False, out=None, **given)]
+        if backward:
+            out = np.empty(problems[0].out_shape, q.dtype)
+            lse = np.empty(problems[0].lse_shape, np.float32)
+            problems.append(_problem.backward(out, q, k, v, out, lse, dlse=None, grads=None, **given))
+        for problem in problems:
+            for step in self.plan(problem).steps:
+                self.build(step.variant)
 
     def forward(self, q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, engine=None):
         """`cuflash.forward` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""

@@ -5,6 +5,7 @@ The kernels without it pass the same problem and seeds. Every kernel that lands 
 `MUTATIONS`, and tests/test_mutations.py finds them.
 """
 
+import inspect
 import mmap
 import shutil
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cuflash import _variant, testing
+from cuflash import _variant, bounds, testing
 
 from . import HERE, LIMITS, Emulator, EmulatorError
 
@@ -26,6 +27,16 @@ def check_far_rows(attention, recipe, xp=np, path=None):
     testing.assert_attention_close(
         attention(q, k, v, return_lse=True, **recipe.keywords), q, k, v, path=path, **recipe.keywords
     )
+
+
+def check_gradient_of_lse(attention, recipe, xp=np, path=None, gradients=None):
+    """`testing.check_gradient_bound` with a gradient of lse."""
+    arrays, dout = recipe.arrays(), recipe.dout()
+    out, lse = attention(*arrays, return_lse=True, **recipe.keywords)
+    dlse = recipe.normal(4, lse.shape).astype(lse.dtype)
+    grads = gradients(dout, *arrays, out, lse, dlse=dlse, **recipe.keywords)
+    worst = bounds.worst(grads, bounds.backward(dout, *arrays, path=path, dlse=dlse, **recipe.keywords))
+    assert worst <= 1, f"error over bound {worst}"
 
 
 def _far_apart(values, pitch):
@@ -71,6 +82,11 @@ class Mutation:
     check: object = testing.check_bound
     engine: str = "portable"
 
+    @property
+    def backward(self):
+        """Whether it is about gradients."""
+        return "gradients" in inspect.signature(self.check).parameters
+
     def overlay(self, folder):
         """Write the kernels' files that the emulator and the mistake replace to a folder; return it."""
         text = replace_once((_variant.folder() / self.file).read_text(encoding="utf-8"), self.old, self.new, self.name)
@@ -86,9 +102,10 @@ class Mutation:
 
     def run(self, overlay, seed):
         """What the check says about the kernels of an overlay: None where all is well."""
-        attention = self.emulator(overlay, seed).forward
+        emulator = self.emulator(overlay, seed)
+        more = {"gradients": emulator.backward} if self.backward else {}
         try:
-            self.check(attention, self.recipe, np, f"portable {self.recipe.dtype}")
+            self.check(emulator.forward, self.recipe, np, f"portable {self.recipe.dtype}", **more)
         except (AssertionError, EmulatorError) as error:
             return f"{'bound' if isinstance(error, AssertionError) else 'emulator'}: {str(error).splitlines()[0]}"
         return None
@@ -110,6 +127,11 @@ FLOAT32 = replace(CAUSAL, heads=1, queries=40, keys=50, dtype="float32", head_di
 
 HOPPER = replace(CAUSAL, heads=3, keys=200)  # four tiles of keys, two of rows
 BOXED = replace(HOPPER, key_heads=3)  # heads are not packed, so that out leaves as boxes
+
+# Gradients. Rows that see no key are in a tile with others, as are keys that no row sees; heads share keys.
+GRADIENT = replace(CAUSAL, value_dim=44, keys=130)
+UNSEEN_KEYS = replace(GRADIENT, causal="top-left", queries=100)
+SLIDING = replace(GRADIENT, queries=300, keys=300, heads=1, causal=False, window=(0, 0))
 
 BARRIER = "sync_threads();  // what was copied is here for all warps, and all have left what is filled next\n"
 PINS = "            pin(out);\n            pin(weights);\n"
@@ -259,5 +281,46 @@ MUTATIONS = (
     Mutation(
         "hopper_hidden_values_not_noticed", "forward_sm90.cu", "ballot(inside && (", "ballot(false && (", HOPPER,
         testing.check_hidden_keys_may_hold_anything, engine="sm90",
+    ),
+    # Gradients: before, behind, and the order between
+    Mutation(
+        "delta_of_half_the_threads", "backward_rows.cu", "lanes < ROW_THREADS; lanes *= 2) delta",
+        "lanes < 4; lanes *= 2) delta", GRADIENT, testing.check_gradient_bound,
+    ),
+    Mutation(
+        "delta_without_the_end_of_a_row", "backward_rows.cu", "for (; d < columns; ++d) sum =",
+        "for (; d < columns - 4; ++d) sum =", GRADIENT, testing.check_gradient_bound,
+    ),
+    Mutation(
+        "gradient_of_lse_added", "backward_rows.cu", "delta -= load_global", "delta += load_global", GRADIENT,
+        check_gradient_of_lse,
+    ),
+    Mutation(
+        "dq_of_other_rows", "backward_finish.cu", "const uint32 to = rows + (row + 8 * half) * pitch",
+        "const uint32 to = rows + (row + 8 * (1 - half)) * pitch", GRADIENT, testing.check_gradient_bound,
+    ),
+    Mutation(
+        "dq_read_without_barrier", "backward_finish.cu", "    sync_threads();\n    auto is_flagged",
+        "    auto is_flagged", GRADIENT, testing.check_gradient_bound,
+    ),
+    Mutation(
+        "dq_of_spoilt_rows_kept", "backward_finish.cu", "return found != 0;", "return false;", UNSEEN_KEYS,
+        testing.check_unseen_have_zero_gradient,
+    ),
+    Mutation(
+        "spoilt_dv_kept", "backward_finish.cu", "dv = is_spoilt(", "dv = false && is_spoilt(", GRADIENT,
+        testing.check_unseen_have_zero_gradient,
+    ),
+    Mutation(
+        "spoilt_dv_of_one_head", "careful_gradients.cuh", "head < (key_head + 1) * args.group",
+        "head < key_head * args.group + 1", GRADIENT, testing.check_unseen_have_zero_gradient,
+    ),
+    Mutation(
+        "last_rows_that_see_a_tile_left_out", "visits.cuh", "mask.end_query(last_key, args.queries)",
+        "mask.end_query(item.key_tile * TILE_K, args.queries)", SLIDING, testing.check_gradient_bound,
+    ),
+    Mutation(
+        "dk_of_the_first_head_alone", "visits.cuh", "item.key_head = linear % key_heads;", "item.key_head = 0;",
+        replace(GRADIENT, key_heads=2), testing.check_gradient_bound,
     ),
 )  # fmt: skip

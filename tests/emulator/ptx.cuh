@@ -25,8 +25,6 @@ inline int grid_size() { return static_cast<int>(emulator::world.launch->grid); 
 inline int lane_index() { return emulator::thread().lane; }
 inline int warp_index() { return emulator::thread().warp->index; }
 
-inline int opaque(int value) { return value; }
-
 inline void sync_threads(Site here = HERE) { emulator::sync_block(here); }
 inline void sync_warp(Site here = HERE) { emulator::sync_lanes(here); }
 
