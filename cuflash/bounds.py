@@ -40,9 +40,15 @@ the weights, out lies in the hull of the v_j, which bounds the error where T_j i
 of weights, of the logarithm, and four roundings of itself.
 
 **Gradients.** P is made again from lse, so its relative error is ``expm1`` of the errors of s and lse and of the
-exponential and its argument. With B, C the errors of ``dout . v`` and of ``delta = dout . out`` (out being known to
-its own bound), ``ds = p (dout . v - delta + dlse)`` errs by ``p (B + C + 4 u |...|) + (error of p) |...|``, P and dS
-are rounded where they meet the next product in 16 bits, and errors pass through the last products linearly.
+exponential and its argument ``c x_j - lse log2 e``: rounding c, log2 e and the product with lse costs ``2 u (|s_j| +
+|lse|)``, the difference ``u |s_j - lse|``. A weight that came out above 1 may be set to 1, which is no farther away.
+With B, C the errors of ``dout . v`` (a product on tensor cores) and of ``delta = dout . out`` (summed in float32, out
+being known to its own bound), ``ds = p (dout . v - delta + dlse)`` errs by ``p (B + C + 4 u |...|) + (error of p)
+|...|``, where p is not rounded yet. P and dS are rounded, each once, where they meet the next product in 16 bits, and
+in float16 may underflow; a dS beyond the format makes the bound infinite. Errors pass through the last products
+linearly. Their sums take n terms and cost n roundings in any order: over the keys for dq, of which each tile makes a
+part and parts are added in float32; over the rows of all heads of a group for dk and dv. The scale is rounded and
+multiplied at the end, and what broadcasting stretched is added in float32 before the last rounding.
 
 In float64 every u is twice that of the format, since the reference rounds too.
 
@@ -287,7 +293,8 @@ def backward(dout, q, k, v, *, path, scale=None, causal=False, window=None, dlse
     exact, bound, total = ([np.zeros(x.shape) for x in arrays] for _ in range(3))
     for place, (q1, k1, v1) in heads:
         row = _Rows(path, q1, k1, v1, mask, factor)
-        for sums, parts in zip((exact, bound, total), row.gradients(dout[place], dlse[place]), strict=True):
+        parts_of = row.gradients(dout[place], dlse[place], heads.group)
+        for sums, parts in zip((exact, bound, total), parts_of, strict=True):
             for grad, index, part in zip(sums, heads.places(place), parts, strict=True):
                 grad[index] += part
     results = []
@@ -394,8 +401,8 @@ class _Rows:
             errors = np.where(self.overflows, np.inf, errors)
         return np.where(self.alive, errors, 0)
 
-    def gradients(self, dout, dlse):
-        """Exact gradients (dq, dk, dv), their errors, and sums of absolute terms."""
+    def gradients(self, dout, dlse, group):
+        """Exact gradients (dq, dk, dv), their errors, and sums of absolute terms; heads of a group share dk and dv."""
         path, seen, p = self.path, self.seen, self.weights
         with np.errstate(all="ignore"):
             exact = self._exact_gradients(dout, dlse)
@@ -424,7 +431,8 @@ class _Rows:
                 e + np.maximum(path.u_weight * (np.abs(x) + e), np.minimum(path.least_weight, np.abs(x) + e))
                 for x, e in ((p, p_error), (ds, ds_error))
             )
-            by_rows, by_keys = (gamma((n + 4) * path.u_sum) for n in seen.shape)
+            queries, keys = seen.shape
+            by_rows, by_keys = (gamma((n + 4) * path.u_sum) for n in (group * queries, keys))
             scale, errors, totals = abs(self.scale), [], []
             for left, left_error, right, share, factor in (
                 (ds, ds_error, k, by_keys, scale),

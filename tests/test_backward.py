@@ -65,6 +65,27 @@ def test_property(engine, dtype, check):
     testing.fuzz(check, cuflash.forward, dtypes=[dtype], xp=engine.xp, **size)
 
 
+@each_engine
+def test_the_bound_has_teeth(engine):
+    """It is near what is measured, and faults do not pass it."""
+    dout, q, k, v = draw(engine, *[(2, 130, 64)] * 4)
+    exact = bounds.backward(dout, q, k, v, causal=True, path=testing._path(None, q))
+
+    def worst(*arrays, **keywords):
+        return [bounds.worst([x], [each]) for x, each in zip(gradients(*arrays, **keywords), exact, strict=True)]
+
+    assert all(0.05 < each <= 1 for each in worst(dout, q, k, v, causal=True))
+    swapped = engine.xp.asarray(reference.host(k)[::-1].copy())
+    faults = [
+        worst(dout, q, k, v, causal=True, scale=1.01 / 8),
+        worst(dout, q, k, v, window=(None, 1)),
+        worst(dout, q, k, v, causal=True, window=(100, None)),
+        worst(dout, q, swapped, v, causal=True),
+        worst(dout, q, k, changed(engine, v, (slice(None), 5), 0), causal=True),
+    ]
+    assert all(max(each) > 1 for each in faults)
+
+
 # Sizes ----------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import _compile, _launch, reference, testing
+from cuflash import _compile, _launch, bounds, reference, testing
 
 try:
     import cupy
@@ -39,7 +39,11 @@ def recipe(dtype="float16", head_dim=64, layout="contiguous", **changes):
 
 
 def run(problem, arrays, **keywords):
-    return cuflash.forward(*arrays, return_lse=True, **problem.keywords, **keywords)
+    """out, lse and, where there are kernels for them, gradients, for which out is dout."""
+    results = cuflash.forward(*arrays, return_lse=True, **problem.keywords, **keywords)
+    if problem.dtype in SIXTEEN_BIT:
+        results += cuflash.backward(results[0], *arrays, *results, **problem.keywords, **keywords)
+    return results
 
 
 def assert_same(one, other):
@@ -270,15 +274,51 @@ def test_prepared_calls_are_few(monkeypatch):
 def test_arrays_are_not_kept():
     """A prepared call holds on to no array of the caller's, and to no result."""
     pool = cupy.get_default_memory_pool()
-    x = cupy.ones((1, 64, 16), np.float16)
-    cuflash.forward(x, x, x)  # makes tickets, which stay
-    del x
-    used = pool.used_bytes()
-    x = cupy.ones((1, 64, 16), np.float16)
-    out = cuflash.forward(x, x, x)
-    assert pool.used_bytes() > used
-    del x, out
-    assert pool.used_bytes() == used
+    used = []
+    for _ in range(2):
+        x = cupy.ones((1, 64, 16), np.float16)
+        results = cuflash.forward(x, x, x, return_lse=True)  # the first makes tickets, which stay
+        grads = cuflash.backward(x, x, x, x, *results)
+        held = pool.used_bytes()
+        del x, results, grads
+        used.append(pool.used_bytes())
+        assert held > used[-1]
+    assert used[0] == used[1]
+
+
+def test_backward_of_more_tiles_than_blocks():
+    """Chunks of tiles that go round, one after the other, and tickets that last."""
+    for changes in ({"causal": False}, {"causal": True}, {"causal": False, "window": (3000, 50)}):
+        problem = recipe(batch=(), heads=2, key_heads=1, queries=300, keys=40_000, **changes)
+        arrays = problem.arrays(cupy)
+        expected = run(problem, arrays)
+        exact = bounds.backward(expected[0], *arrays, path="portable float16", **problem.keywords)
+        assert bounds.worst(expected[2:], exact) <= 1
+        for engine in ("portable", None):
+            assert_same(run(problem, arrays, engine=engine), run(problem, arrays, engine=engine))
+
+
+def test_memory_of_backward():
+    """Beyond inputs and results: dq in float32, and two numbers and some counters a row."""
+    q, k, v = recipe(batch=(2,), heads=8, key_heads=8, queries=4096, keys=4096).arrays(cupy)
+    out, lse = cuflash.forward(q, k, v, return_lse=True)
+    peak = held = 0
+
+    class Peak(cupy.cuda.MemoryHook):
+        name = "peak"
+
+        def malloc_postprocess(self, **facts):
+            nonlocal peak, held
+            held += facts["mem_size"]
+            peak = max(peak, held)
+
+        def free_postprocess(self, **facts):
+            nonlocal held
+            held -= facts["mem_size"]
+
+    with Peak():
+        grads = cuflash.backward(out, q, k, v, out, lse)
+    assert peak - sum(grad.nbytes for grad in grads) <= 1.2 * 2 * q.nbytes
 
 
 # Head dims and what is not finite ---------------------------------------------------------------------------------
