@@ -53,7 +53,7 @@ def _backward_args(maps=""):
     pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
     sizes = (
         "queries keys heads group head_dim value_dim batches1 first_shift end_shift query_tiles key_tiles "
-        "cyclic passes section items tile_q tile_k columns parts clear dq_wide dk_wide dv_wide boxes"
+        "cyclic passes_log2 section items tile_q tile_k columns parts clear dq_wide dk_wide dv_wide boxes"
     )
     return _struct(
         [

@@ -56,7 +56,7 @@ constexpr int LAG = 2;  // visits that dq comes later where consumers take turns
 constexpr bool TOKEN_EARLY = HEAD_DIM == 64;  // the token goes on before dp, whose product is short
 
 // A multiprocessor's 64 K registers are dealt out 168 a thread. The producer gives away what the consumers need.
-constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+constexpr int PRODUCER_REGISTERS = ROLES ? 24 : 32, CONSUMER_REGISTERS = ROLES ? 240 : 232;
 
 using QueryTile = Panels<TILE_Q, HEAD_DIM>;  // q and dout
 using KeyTile = Panels<TILE_K, HEAD_DIM>;    // k and v
@@ -130,7 +130,7 @@ struct Args {
     int batches1;                // length of the inner merged axis
     int first_shift, end_shift;  // of the mask
     int query_tiles, key_tiles;
-    int cyclic, passes, section, items;    // of the order of visits
+    int cyclic, passes_log2, section, items;    // of the order of visits
     int tile_q, tile_k, columns, parts, clear;
     int dq_wide, dk_wide, dv_wide;  // float32, for sums to come
     int boxes;                   // dk and dv, where they are elements, are written by tensor copies
@@ -187,16 +187,17 @@ __device__ __forceinline__ void plan(const Args& args, const Mask& mask, uint32 
         const uint32 item_shared = item_at(shared, number);
         mbarrier_wait(barrier(shared, ITEMS_EMPTY, stage_of(number)), parity_of(number) ^ 1);
         if (index >= args.items) {
-            store_shared(item_shared + OFFSET_OF(Item, visits), NONE);
+            store_shared(item_shared + OFFSET_OF(Item, span.visits), NONE);
             mbarrier_arrive(barrier(shared, ITEMS_FULL, stage_of(number)));
             break;
         }
-        store_shared(item_shared, locate_item(args, mask, index));
+        store_shared(item_shared, draw_item(args, index));
+        store_shared(item_shared + OFFSET_OF(Item, span), span_of(args, mask, load_shared<Item>(item_shared)));
         mbarrier_arrive(barrier(shared, ITEMS_FULL, stage_of(number)));
 
-        Visit place{load_shared<int>(item_shared + OFFSET_OF(Item, start_head)),
-                    load_shared<int>(item_shared + OFFSET_OF(Item, start))};
-        auto visits = [&] { return load_shared<int>(item_shared + OFFSET_OF(Item, visits)); };
+        Visit place{load_shared<int>(item_shared + OFFSET_OF(Item, span.start_head)),
+                    load_shared<int>(item_shared + OFFSET_OF(Item, span.start))};
+        auto visits = [&] { return load_shared<int>(item_shared + OFFSET_OF(Item, span.visits)); };
 #pragma unroll 1
         for (int n = 0; n < visits(); ++n, ++visit) {
             Step step;  // the item is read again and again: registers are few
@@ -204,13 +205,13 @@ __device__ __forceinline__ void plan(const Args& args, const Mask& mask, uint32 
             mbarrier_wait(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)), parity_of<STEPS>(visit) ^ 1);
             const Item item = load_shared<Item>(item_shared);
             step.head = item.key_head * args.group + place.head;
-            step.place = static_cast<int>(item.batch * args.heads + step.head) * args.query_tiles + place.tile;
+            step.place = (item.batch * args.heads + step.head) * args.query_tiles + place.tile;
             step.row = place.tile * TILE_Q;
             const bool coarse = load_global<int>(args.turns + COARSE) != 0;
             step.tested = coarse ? (1 << CONSUMERS) - 1 : tested(args, mask, step.row, item.key_tile * TILE_K);
             store_shared(step_at(shared, visit), step);
             mbarrier_arrive(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)));
-            place.advance(item, args.group);
+            place.advance(item.span, args.group);
         }
         // The next item is drawn early, so that it is brought while this one ends, but no earlier than that: blocks that
         // wait for it would wait for this one as well. A block has no two items of a wave, which may wait for each other.
@@ -246,7 +247,7 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
     for (uint32 number = 0;; ++number) {
         const uint32 item_shared = item_at(shared, number);
         mbarrier_wait(barrier(shared, ITEMS_FULL, stage_of(number)), parity_of(number));
-        const int visits = load_shared<int>(item_shared + OFFSET_OF(Item, visits));
+        const int visits = load_shared<int>(item_shared + OFFSET_OF(Item, span.visits));
         if (visits == NONE) break;
         if (visits == 0) {  // nothing to bring
             mbarrier_wait(barrier(shared, VALUES_EMPTY), number % 2 ^ 1);
@@ -287,7 +288,7 @@ __device__ __forceinline__ void send(const Args& args, uint32 shared, int consum
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {
         mbarrier_wait(barrier(shared, ITEMS_FULL, stage_of(number)), parity_of(number));
-        const int visits = load_shared<int>(item_at(shared, number) + OFFSET_OF(Item, visits));
+        const int visits = load_shared<int>(item_at(shared, number) + OFFSET_OF(Item, span.visits));
         mbarrier_arrive(barrier(shared, ITEMS_EMPTY, stage_of(number)));
         if (visits == NONE) break;
 #pragma unroll 1
@@ -488,7 +489,7 @@ struct Consumer {
     // Waits for an item and returns its visits.
     __device__ __forceinline__ int begin(uint32 number) const {
         wait(ITEMS_FULL, stage_of(number), parity_of(number));
-        return uniform(load_shared<int>(item_at(shared, number) + OFFSET_OF(Item, visits)));
+        return uniform(load_shared<int>(item_at(shared, number) + OFFSET_OF(Item, span.visits)));
     }
     __device__ __forceinline__ bool tested(uint32 visit) const {
         return uniform(load_shared<Step>(step_at(shared, visit)).tested >> index & 1) != 0;

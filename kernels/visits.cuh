@@ -8,7 +8,7 @@
 // begin together and run at one speed, so that waiting is rare, and nothing but a problem's own shape decides them.
 //
 // Handing a turn on takes about as long as a visit. Where tiles of keys would follow each other at a distance of one
-// visit they come in passes, every second one in the first, the others in the next, once the first is over.
+// visit they come in passes: every second one in the first, the others in the next, once the first is over.
 //
 // Nobody waits for ever. Blocks stay, as many as the device holds at once (a cooperative launch), and draw items from a
 // ticket, in order. The items of one pass of a section of heads, a wave, are no more than there are blocks, and wait for
@@ -21,26 +21,33 @@
 namespace cuflash {
 
 // One thread may make and use all of this: nothing here shuffles. Nor do 64-bit divisions, which take registers.
-struct Item {
-    int index, key_tile;
-    int key_head, batch0, batch1;
-    int64 batch;            // linear
-    int first, end;         // tiles of queries that see some key of the tile
+
+// The visits of an item: tiles of queries [first, end) that see some of its keys, of each query head of the group.
+struct Span {
+    int first, end;
     int start_head, start;  // the first visit: query head in the group, tile of queries
-    int visits;             // of all heads of the group
-    int pass, rank, tiles;  // of the tile of keys: its pass, its place there; tiles of the pass
+    int visits;             // of all heads
 };
 
-// Tiles of keys of a pass: the first passes may have one more than the others.
+struct Item {
+    int index;                     // in the order of drawing
+    int key_tile;                  // of the head
+    int key_head, batch0, batch1;  // and the linear one:
+    int batch;
+    int pass, rank, tiles;         // of the tile of keys: its pass, its place there; tiles of the pass
+    Span span;
+};
+
+// Tiles of keys of a pass. Passes are a power of two, for the sake of those who divide by them.
 template <typename Args>
 __device__ __forceinline__ int tiles_of(const Args& args, int pass) {
-    return args.key_tiles / args.passes + (pass < args.key_tiles % args.passes);
+    return ((args.key_tiles - pass - 1) >> args.passes_log2) + 1;
 }
 // How many of the first `tiles` tiles of keys belong to passes before this one.
 template <typename Args>
 __device__ __forceinline__ int tiles_before(const Args& args, int tiles, int pass) {
-    const int rest = tiles % args.passes;
-    return tiles / args.passes * pass + (rest < pass ? rest : pass);
+    const int whole = tiles >> args.passes_log2, rest = tiles - (whole << args.passes_log2);
+    return whole * pass + (rest < pass ? rest : pass);
 }
 
 // The items of a pass of a section of heads: tiles of keys are the slow index, so that under a causal mask the longest
@@ -65,60 +72,71 @@ __device__ __forceinline__ Wave wave_of(const Args& args, int index) {
     return wave;
 }
 
+// The item but for its span.
 template <typename Args>
-__device__ __forceinline__ Item locate_item(const Args& args, const Mask& mask, int index) {
-    Item item;
+__device__ __forceinline__ Item draw_item(const Args& args, int index) {
     const Wave wave = wave_of(args, index);
+    const int key_heads = args.heads / args.group;
+    Item item;
     item.index = index;
     item.pass = wave.pass;
     item.rank = (index - wave.first) / wave.heads;
     item.tiles = tiles_of(args, wave.pass);
-    item.key_tile = wave.pass + item.rank * args.passes;
+    item.key_tile = wave.pass + (item.rank << args.passes_log2);
+    const int head = wave.first_head + (index - wave.first) % wave.heads;
+    item.key_head = head % key_heads;
+    item.batch = head / key_heads;
+    item.batch0 = item.batch / args.batches1;
+    item.batch1 = item.batch % args.batches1;
+    return item;
+}
 
-    int linear = wave.first_head + (index - wave.first) % wave.heads;
-    const int key_heads = args.heads / args.group;
-    item.key_head = linear % key_heads;
-    linear /= key_heads;
-    item.batch = linear;
-    item.batch0 = linear / args.batches1;
-    item.batch1 = linear % args.batches1;
+template <typename Args>
+__device__ __forceinline__ Span span_of(const Args& args, const Mask& mask, const Item& item) {
+    Span span;
     if (args.cyclic) {
-        item.first = 0;
-        item.end = args.query_tiles;
-        item.visits = args.group * args.query_tiles;
-        const int share = item.visits / item.tiles, rest = item.visits % item.tiles;
+        span.first = 0;
+        span.end = args.query_tiles;
+        span.visits = args.group * args.query_tiles;
+        const int share = span.visits / item.tiles, rest = span.visits % item.tiles;
         const int start = share * item.rank + rest * item.rank / item.tiles;  // visits * rank / tiles
-        item.start_head = start / args.query_tiles;
-        item.start = start % args.query_tiles;
+        span.start_head = start / args.query_tiles;
+        span.start = start % args.query_tiles;
     } else {
         const int last_key = clamp((item.key_tile + 1) * TILE_K, 0, args.keys) - 1;
         const int first = mask.first_query(item.key_tile * TILE_K, args.queries), end = mask.end_query(last_key, args.queries);
-        item.first = first / TILE_Q;
-        item.end = first < end ? (end - 1) / TILE_Q + 1 : item.first;
-        item.visits = args.group * (item.end - item.first);
-        item.start_head = 0;
-        item.start = item.first;
+        span.first = first / TILE_Q;
+        span.end = first < end ? (end - 1) / TILE_Q + 1 : span.first;
+        span.visits = args.group * (span.end - span.first);
+        span.start_head = 0;
+        span.start = span.first;
     }
+    return span;
+}
+
+template <typename Args>
+__device__ __forceinline__ Item locate_item(const Args& args, const Mask& mask, int index) {
+    Item item = draw_item(args, index);
+    item.span = span_of(args, mask, item);
     return item;
 }
 
 // A visit: a tile of queries of one query head of the group.
 struct Visit {
     int head, tile;
-    __device__ __forceinline__ void advance(const Item& item, int group) {
-        if (++tile == item.end) {
-            tile = item.first;
+    __device__ __forceinline__ void advance(const Span& span, int group) {
+        if (++tile == span.end) {
+            tile = span.first;
             if (++head == group) head = 0;
         }
     }
 };
 
 // The n-th visit of an item.
-template <typename Args>
-__device__ __forceinline__ Visit visit_at(const Args& args, const Item& item, int n) {
-    const int span = item.end - item.first, start = item.start_head * span + item.start - item.first;
-    const int place = n < item.visits - start ? start + n : start + n - item.visits;
-    return {place / span, item.first + place % span};
+__device__ __forceinline__ Visit visit_at(const Span& span, int n) {
+    const int tiles = span.end - span.first, start = span.start_head * tiles + span.start - span.first;
+    const int place = n < span.visits - start ? start + n : start + n - span.visits;
+    return {place / tiles, span.first + place % tiles};
 }
 
 // How many blocks add to dq of this tile of queries before this one. The first stores instead.
@@ -126,17 +144,19 @@ template <typename Args>
 __device__ __forceinline__ int turn_of(const Args& args, const Mask& mask, const Item& item, const Visit& visit) {
     if (args.cyclic) {
         // Tiles of keys that begin here or before come first, the last of them foremost; then those that go round.
-        // Those that have begun, (place + 1) * tiles / visits rounded up: the estimate is never more, and soon set right.
-        const int place = visit.head * args.query_tiles + visit.tile;
-        const float share = static_cast<float>(place + 1) * reciprocal(static_cast<float>(item.visits));
+        // Those that have begun, (place + 1) * tiles / visits rounded up: an estimate is never more, and hardly less. What
+        // it lacks is small, so that products of 32 bits, which wrap around, give it all the same.
+        const int place = visit.head * args.query_tiles + visit.tile, visits = item.span.visits;
+        const float share = static_cast<float>(place + 1) * reciprocal(static_cast<float>(visits));
         int begun = static_cast<int>(share * static_cast<float>(item.tiles));
-        while (static_cast<int64>(begun) * item.visits < static_cast<int64>(place + 1) * item.tiles) ++begun;
+        const uint32 lacking = static_cast<uint32>(place + 1) * item.tiles - static_cast<uint32>(begun) * visits;
+        for (int left = static_cast<int>(lacking); left > 0; left -= visits) ++begun;
         const int later = begun - 1 - item.rank;
         return tiles_before(args, args.key_tiles, item.pass) + (later < 0 ? later + item.tiles : later);
     }
     // The last tiles of keys that the rows see come first: they begin last, so get here first.
     const int last_row = clamp((visit.tile + 1) * TILE_Q, 0, args.queries) - 1, last = (mask.end_key(last_row) - 1) / TILE_K;
-    const int turn = (last - item.key_tile) / args.passes;
+    const int turn = (last - item.key_tile) >> args.passes_log2;
     if (item.pass == 0) return turn;
     const int first = mask.first_key(visit.tile * TILE_Q) / TILE_K;
     return turn + tiles_before(args, last + 1, item.pass) - tiles_before(args, first, item.pass);
