@@ -27,7 +27,7 @@
 // the items: stage and parity follow from the number.
 //
 // What limits speed: to head_dim 128 the tensor cores and the ports of shared memory, with either the power they take;
-// at 256 the L2 cache, which has 64 keys' share of dq to add for each 64 KB of products' operands.
+// at 256 the L2 cache, where 64 KB are added to dq for each 64 x 64 pairs.
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx_sm90.cuh"
