@@ -17,6 +17,7 @@ from ._variant import Variant
 LOG2_E = 1.4426950408889634
 LARGEST_GRID = 2**31 - 1
 MOST_TILES = 2**30  # that a ticket counts
+MOST_PARTS = 10**9  # of backward, 64 rows or a tile of keys each: blocks, tickets and counters fit 31 bits
 FIRST_COUNTER = 32  # of backward's turns; the ticket and a flag come before, in a line of the cache of their own
 CACHED_BYTES = 2**25  # of keys and values that blocks running together may share: the L2 cache has 40 MB and more
 
@@ -252,6 +253,8 @@ def backward_variant(dtype, head_dim, value_dim, limits):
     """The portable engine's main kernel of backward for padded head dims."""
     widest = max(head_dim, value_dim)
     for tile_q, tile_k, warps, blocks, stages in next(BACKWARD_TILES[dim] for dim in BACKWARD_TILES if widest <= dim):
+        if limits.capability >= (10, 0) and widest > 128 and stages == 2:  # registers spill there
+            continue
         mates = warps // max(tile_k // 32, 1)  # warps that own the same keys
         shared = 2 * (tile_k + stages * tile_q) * (head_dim + value_dim)  # k and v, q and dout
         shared += 2 * tile_k * tile_q  # ds
@@ -455,15 +458,15 @@ def _backward(problem, limits, engine, reason, variant, parts):
     }
     query_tiles, key_tiles = -(-problem.queries // variant.tile_q), -(-problem.keys // variant.tile_k)
     heads, items = batches * problem.heads, batches * problem.key_heads * key_tiles
-    counters = FIRST_COUNTER + heads * query_tiles * parts
-    if items >= MOST_TILES or counters >= 2**31:
-        has = f"{items} tiles of keys and {counters} counters"
-        raise ValueError(f"backward: has {has}; wanted fewer than 2^30 and 2^31")
+    padded = query_tiles * variant.tile_q
+    row_blocks = heads * padded // 64
+    if max(items, row_blocks) > MOST_PARTS:
+        has = f"{items} tiles of keys and {row_blocks} of 64 rows, counted over all heads"
+        raise ValueError(f"backward: has {has}; wanted at most {MOST_PARTS} of each")
     blocks = limits.processors * variant.blocks_per_sm
     passes = _passes(problem, variant, key_tiles, blocks)
     largest = float(np.finfo(np.float32).max) / 2
     scale = min(max(problem.scale, -largest), largest)
-    padded = query_tiles * variant.tile_q
     wide = {name: int(bool(like.stretched)) for name, like in grads.items()}
     boxes = {"q": variant.tile_q, "dout": variant.tile_q, "k": variant.tile_k, "v": variant.tile_k}
     boxed = not (wide["dk"] or wide["dv"]) and all(_layout.is_tensor(operands[name]) for name in ("dk", "dv"))
@@ -504,16 +507,16 @@ def _backward(problem, limits, engine, reason, variant, parts):
         Buffer("row_lse", (heads, padded), "float32", (0,)),
         Buffer("row_delta", (heads, padded), "float32", (0,)),
         Buffer("dq_sum", (heads, padded, variant.head_dim), "float32", (0, 1)),
-        Buffer("turns", (counters,), "int32", (), cleared=True),
+        Buffer("turns", (FIRST_COUNTER + heads * query_tiles * parts,), "int32", (), cleared=True),
         Buffer("suspects", (items,), "int32", (), cleared=True),
     )
 
     def step(variant, grid, shared_bytes, **more):
-        return Step(variant, min(grid, LARGEST_GRID), 32 * variant.warps, shared_bytes, args, **more)
+        return Step(variant, grid, 32 * variant.warps, shared_bytes, args, **more)
 
     before, behind = rows_variant(problem.dtype), finish_variant(problem.dtype)
     steps = (
-        step(before, heads * padded // before.tile_q, before.shared_bytes),
+        step(before, row_blocks, before.shared_bytes),
         step(variant, min(items, blocks), variant.shared_bytes, tensor_maps=maps, cooperative=True),
         step(behind, heads * -(-problem.queries // behind.tile_q) + items, behind.shared_bytes),
     )

@@ -39,9 +39,9 @@ __device__ __forceinline__ Vector16 gather_chunk(const uint32 (&words)[4], int l
 }
 
 // Of rows [first, first + TILE_Q) of dq of one head, a warp's 16.
-__device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, int64 linear, int first) {
-    const int64 batch = linear / args.heads, batch0 = batch / args.batches1, batch1 = batch % args.batches1;
-    const int head = static_cast<int>(linear % args.heads), lane = lane_index(), block = warp_index();
+__device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, int linear, int first) {
+    const int batch = linear / args.heads, batch0 = batch / args.batches1, batch1 = batch % args.batches1;
+    const int head = linear % args.heads, lane = lane_index(), block = warp_index();
 
     // The tile of the main kernel that these rows are part of was stored by whoever visited it, if anybody did.
     const int tile_first = first / args.tile_q * args.tile_q;
@@ -112,14 +112,12 @@ __device__ __forceinline__ void finish_item(const Args& args, const Mask& mask, 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     cuflash_backward_finish(const __grid_constant__ Args args) {
     const Mask mask(args.keys, args.first_shift, args.end_shift);
-    const int64 heads = static_cast<int64>(args.items) / args.key_tiles * args.group;  // of all batches
-    const int tiles = (args.queries + TILE_Q - 1) / TILE_Q;
-    for (int64 work = fresh_block_index(); work < heads * tiles + args.items; work += grid_size()) {
-        if (work < heads * tiles) {
-            finish_rows(args, mask, work / tiles, static_cast<int>(work % tiles) * TILE_Q);
-        } else {
-            finish_item(args, mask, static_cast<int>(work - heads * tiles));
-        }
+    const int tiles = (args.queries + TILE_Q - 1) / TILE_Q, heads = args.items / args.key_tiles * args.group;
+    const int work = static_cast<int>(fresh_block_index());
+    if (work < heads * tiles) {
+        finish_rows(args, mask, work / tiles, work % tiles * TILE_Q);
+    } else {
+        finish_item(args, mask, work - heads * tiles);
     }
 }
 

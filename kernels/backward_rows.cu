@@ -14,8 +14,7 @@ namespace cuflash {
 
 constexpr int THREADS = WARP * WARPS;
 constexpr int ROW_THREADS = 8;
-constexpr int ROWS = THREADS / ROW_THREADS, ROUNDS = TILE_Q / ROWS;  // rows that threads work on at once
-static_assert(TILE_Q % ROWS == 0, "TILE_Q: whole rounds of the rows that threads work on at once");
+static_assert(TILE_Q % (THREADS / ROW_THREADS) == 0, "TILE_Q: whole rounds of the rows that threads work on at once");
 static_assert(STAGES == 1 && SHARED_BYTES == 0, "STAGES, SHARED_BYTES: nothing is shared");
 
 constexpr float LOG2_E = 1.44269504088896340736f;
@@ -46,45 +45,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     cuflash_backward_rows(const __grid_constant__ Args args) {
     const Mask mask(args.keys, args.first_shift, args.end_shift);
     const int padded = args.query_tiles * args.tile_q, tiles = padded / TILE_Q;
-    const int64 heads = static_cast<int64>(args.items) / args.key_tiles * args.group;  // of all batches
+    const int tile = static_cast<int>(fresh_block_index()), linear = tile / tiles, first = tile % tiles * TILE_Q;
+    const int head = linear % args.heads, batch = linear / args.heads;
+    const int batch0 = batch / args.batches1, batch1 = batch % args.batches1;
     const int row = thread_index() / ROW_THREADS, column = thread_index() % ROW_THREADS;
-
-    for (int64 tile = fresh_block_index(); tile < heads * tiles; tile += grid_size()) {
-        const int64 linear = tile / tiles, batch = linear / args.heads;
-        const int head = static_cast<int>(linear % args.heads), first = static_cast<int>(tile % tiles) * TILE_Q;
-        const int64 batch0 = batch / args.batches1, batch1 = batch % args.batches1;
-        const char* dout = args.dout + args.dout_strides.offset(batch0, batch1, head);
-        const char* out = args.out + args.out_strides.offset(batch0, batch1, head);
-        float delta[ROUNDS];
+    const char* dout = args.dout + args.dout_strides.offset(batch0, batch1, head);
+    const char* out = args.out + args.out_strides.offset(batch0, batch1, head);
 #pragma unroll
-        for (int n = 0; n < ROUNDS; ++n) {  // all loads under way before anything is stored
-            const int i = first + n * ROWS + row;
-            const bool inside = i < args.queries && mask.first_key(i) < mask.end_key(i);
-            delta[n] = !inside ? 0.0f
-                               : partial_product(dout + i * args.dout_strides.row, out + i * args.out_strides.row,
-                                                 args.value_dim, column);
+    for (int r = 0; r < TILE_Q; r += THREADS / ROW_THREADS) {
+        const int i = first + r + row;
+        const int64 place = static_cast<int64>(linear) * args.queries + i;
+        const bool inside = i < args.queries && mask.first_key(i) < mask.end_key(i);
+        const float lse = inside ? load_global<float>(args.lse + 4 * place) : -INFINITE;
+        const bool sees = lse != -INFINITE;
+        float delta = 0.0f;
+        if (sees) {
+            delta = partial_product(dout + i * args.dout_strides.row, out + i * args.out_strides.row,
+                                    args.value_dim, column);
         }
 #pragma unroll
-        for (int n = 0; n < ROUNDS; ++n) {
-#pragma unroll
-            for (int lanes = 1; lanes < ROW_THREADS; lanes *= 2) delta[n] += shuffle_xor(delta[n], lanes);
-            if (column != 0) continue;
-            const int i = first + n * ROWS + row;
-            const int64 place = linear * args.queries + i;
-            const bool inside = i < args.queries && mask.first_key(i) < mask.end_key(i);
-            const float lse = inside ? load_global<float>(args.lse + 4 * place) : -INFINITE;
-            const bool sees = lse != -INFINITE;
-            const float dlse = sees && args.dlse != nullptr ? load_global<float>(args.dlse + 4 * place) : 0.0f;
-            const float row_lse = sees ? multiply(lse, LOG2_E) : INFINITE;
-            store_global(args.row_lse + 4 * (linear * padded + i), row_lse);
-            store_global(args.row_delta + 4 * (linear * padded + i), sees ? delta[n] - dlse : 0.0f);
-            if (is_finite(row_lse) && absolute(row_lse) >= COARSEST) store_global(args.turns + COARSE, 1);
-        }
-        if (args.clear) {
-            char* sums = args.dq_sum + tile * TILE_Q * args.columns * 4;
-            for (int n = thread_index(); n < TILE_Q * args.columns / 4; n += THREADS) {
-                store_global(sums + CHUNK * n, Vector16{});
-            }
+        for (int lanes = 1; lanes < ROW_THREADS; lanes *= 2) delta += shuffle_xor(delta, lanes);
+        if (column != 0) continue;
+        if (sees && args.dlse != nullptr) delta -= load_global<float>(args.dlse + 4 * place);
+        const float row_lse = sees ? multiply(lse, LOG2_E) : INFINITE;
+        const int64 to = static_cast<int64>(linear) * padded + i;
+        store_global(args.row_lse + 4 * to, row_lse);
+        store_global(args.row_delta + 4 * to, delta);
+        if (is_finite(row_lse) && absolute(row_lse) >= COARSEST) store_global(args.turns + COARSE, 1);
+    }
+    if (args.clear) {
+        char* sums = args.dq_sum + static_cast<int64>(tile) * TILE_Q * args.columns * 4;
+        for (int n = thread_index(); n < TILE_Q * args.columns / 4; n += THREADS) {
+            store_global(sums + CHUNK * n, Vector16{});
         }
     }
 }

@@ -8,9 +8,10 @@ mutations = pytest.importorskip("emulator.mutations")
 
 
 @pytest.fixture(scope="module")
-def overlays(emulator, tmp_path_factory):
-    """A folder for every mutation, the kernels that its problem takes compiled beforehand, two at a time."""
-    folders = {m.name: m.overlay(tmp_path_factory.mktemp(m.name)) for m in mutations.MUTATIONS}
+def overlays(request, emulator, tmp_path_factory):
+    """A folder for every mutation asked for, the kernels that it takes compiled beforehand, two at a time."""
+    wanted = [item.callspec.params["mutation"] for item in request.session.items if item.module is request.module]
+    folders = {m.name: m.overlay(tmp_path_factory.mktemp(m.name)) for m in wanted}
 
     def compiled(mutation):
         arrays = mutation.recipe.arrays()
@@ -18,7 +19,7 @@ def overlays(emulator, tmp_path_factory):
         emulator.prepare(*arrays, backward=mutation.backward, **mutation.recipe.keywords)
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compiled, mutations.MUTATIONS))
+        list(pool.map(compiled, wanted))
     return folders
 
 

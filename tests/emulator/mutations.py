@@ -296,19 +296,19 @@ MUTATIONS = (
         check_gradient_of_lse,
     ),
     Mutation(
-        "dq_of_other_rows", "backward_finish.cu", "const uint32 to = rows + (row + 8 * half) * pitch",
-        "const uint32 to = rows + (row + 8 * (1 - half)) * pitch", GRADIENT, testing.check_gradient_bound,
+        "dq_of_other_rows", "backward_finish.cu", "const int r = row + 8 * half,",
+        "const int r = row + 8 * (1 - half),", GRADIENT, testing.check_gradient_bound,
     ),
     Mutation(
-        "dq_read_without_barrier", "backward_finish.cu", "    sync_threads();\n    auto is_flagged",
-        "    auto is_flagged", GRADIENT, testing.check_gradient_bound,
+        "dq_read_without_barrier", "backward_finish.cu", "    sync_threads();\n\n    const int chunks",
+        "    const int chunks", GRADIENT, testing.check_gradient_bound,
     ),
     Mutation(
         "dq_of_spoilt_rows_kept", "backward_finish.cu", "return found != 0;", "return false;", UNSEEN_KEYS,
         testing.check_unseen_have_zero_gradient,
     ),
     Mutation(
-        "spoilt_dv_kept", "backward_finish.cu", "dv = is_spoilt(", "dv = false && is_spoilt(", GRADIENT,
+        "spoilt_dv_kept", "backward_finish.cu", "finish_item<false>(args, item);", "", GRADIENT,
         testing.check_unseen_have_zero_gradient,
     ),
     Mutation(
