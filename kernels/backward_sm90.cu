@@ -285,6 +285,14 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
 __device__ __forceinline__ void send(const Args& args, uint32 shared, int consumer) {
     const uint32 piece_shared = shared + PART_START + consumer * PIECE_BYTES;
     uint32 visit = 0;
+    char* held = nullptr;  // counter of the last part sent, whose turn is to be handed on once it is all there
+    auto hand_on = [&] {
+        if (held == nullptr) return;
+        cp_async_bulk_wait_group<0>();
+        fence_proxy_async_global();
+        add_release(held, 1);
+        held = nullptr;
+    };
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {
         mbarrier_wait(barrier(shared, ITEMS_FULL, stage_of(number)), parity_of(number));
@@ -298,9 +306,12 @@ __device__ __forceinline__ void send(const Args& args, uint32 shared, int consum
             const int64 part = static_cast<int64>(step.place) * CONSUMERS + consumer;
             char* const counter = args.turns + COUNTERS + part * 4;
             char* const sum = args.dq_sum + part * (PIECES * PIECE_BYTES);
-            if (ORDERED) {  // before the part is there, since the turn will still be this block's when it is
-                while (load_acquire(counter) != step.turn) {
-                }
+            if (ORDERED) {
+                // A first look while the last part is still on its way, and before the next is there: the turn will
+                // still be this block's when it is.
+                bool come = load_acquire(counter) == step.turn;
+                hand_on();
+                while (!come) come = load_acquire(counter) == step.turn;
                 fence_proxy_async_global();
             }
 #pragma unroll
@@ -316,12 +327,9 @@ __device__ __forceinline__ void send(const Args& args, uint32 shared, int consum
                 cp_async_bulk_wait_group_read<0>();
                 mbarrier_arrive(barrier(shared, PARTS_EMPTY, consumer));
             }
-            if (ORDERED) {
-                cp_async_bulk_wait_group<0>();
-                fence_proxy_async_global();
-                add_release(counter, 1);
-            }
+            if (ORDERED) held = counter;
         }
+        hand_on();  // the next item may be long in coming
     }
     cp_async_bulk_wait_group<0>();
 }
