@@ -485,7 +485,7 @@ def _backward(problem, limits, engine, reason, variant, parts):
         "key_tiles": key_tiles,
         "cyclic": int(problem.mask.name == "full"),
         "passes_log2": passes.bit_length() - 1,
-        "section": 1 if problem.mask.name == "full" and passes == 1 else max(blocks // -(-key_tiles // passes), 1),
+        "section": _section_of_heads(problem.mask, passes, key_tiles, blocks),
         "items": items,
         "tile_q": variant.tile_q,
         "tile_k": variant.tile_k,
@@ -536,6 +536,11 @@ def _passes(problem, variant, key_tiles, blocks):
     while passes > 1 and problem.key_heads * -(-key_tiles // passes) < 0.9 * blocks:
         passes //= 2
     return max(passes, _power_of_two(-(-key_tiles // blocks)))
+
+
+def _section_of_heads(mask, passes, key_tiles, blocks):
+    """Heads whose passes are one: as many as there are blocks for. Where tiles are alike and passes single, one by one."""
+    return 1 if mask.name == "full" and passes == 1 else max(blocks // -(-key_tiles // passes), 1)
 
 
 def _power_of_two(least):
