@@ -148,21 +148,28 @@ def variants(limits):
         found |= {backward_variant(dtype, *pair, limits): None for pair in pairs}
         found |= {rows_variant(dtype): None, finish_variant(dtype): None}
         if not_hopper(limits) is None:
-            found |= {hopper_variant(dtype, mask, *dims): None for mask in masks for dims in HOPPER_TILES}
+            found |= {
+                hopper_variant(dtype, mask, *dims, keys): None
+                for mask in masks for keys in (0, LONG) for dims in HOPPER_TILES
+            }  # fmt: skip
             found |= {hopper_backward_variant(dtype, dim): None for dim in HOPPER_BACKWARD_TILES}
     return tuple(found)
 
 
 # Tiles of the sm90 engine, by padded head_dim and value_dim: tile_q (64 rows a consumer), tile_k, whether q stays in
-# registers, whether out leaves through shared memory of its own, steps of exponentials that run beside a product.
+# registers, panels of 64 columns by which out leaves through shared memory of its own, steps of exponentials that run
+# beside a product.
 HOPPER_TILES = {
-    (64, 64): (256, 64, 0, 1, 0),  # 192 rows by 112 keys: 0.85 of it at 1k, 1.02 at 16k; 2 steps beside: 0.95
-    (96, 96): (128, 128, 1, 1, 2),
-    (128, 128): (128, 128, 1, 1, 2),  # no step beside: 0.93; 3: 0.97; tile_k 112: 0.93; 144: 0.95
-    (192, 128): (128, 96, 0, 1, 0),
-    (192, 192): (128, 112, 0, 0, 0),
-    (256, 256): (128, 64, 0, 0, 2),  # tile_k 80: 0.97 causal, the same without a mask; no step beside: 0.99
+    (64, 64): (256, 64, 0, 1, 0),  # 2 steps beside: 0.95
+    (96, 96): (128, 128, 1, 2, 2),
+    (128, 128): (128, 128, 1, 2, 2),  # no step beside: 0.93; 3: 0.97; tile_k 112: 0.93; 144: 0.95
+    (192, 128): (128, 96, 0, 2, 0),
+    (192, 192): (128, 96, 0, 1, 0),  # 112 keys and out from registers: 0.99 causal, 1.00
+    (256, 256): (128, 64, 0, 2, 2),  # tile_k 80: 0.97 causal, the same without a mask; no step beside: 0.99
 }
+
+LONG = 12288  # keys from which the tiles of this table are taken
+HOPPER_LONG_TILES = {(64, 64): (192, 112, 0, 1, 0)}  # 1.02 of the others at 16k, 0.99 at 8k, 0.95 at 4k
 
 
 def hopper_dims(head_dim, value_dim):
@@ -170,14 +177,15 @@ def hopper_dims(head_dim, value_dim):
     return next(dims for dims in HOPPER_TILES if head_dim <= dims[0] and value_dim <= dims[1])
 
 
-def hopper_variant(dtype, mask, head_dim, value_dim):
-    """The sm90 engine's forward kernel for head dims as given."""
+def hopper_variant(dtype, mask, head_dim, value_dim, keys=0):
+    """The sm90 engine's forward kernel for head dims as given and so many keys."""
     dims = hopper_dims(head_dim, value_dim)
-    tile_q, tile_k, query_registers, out_staged, early = HOPPER_TILES[dims]
+    tiles = HOPPER_TILES | HOPPER_LONG_TILES if keys >= LONG else HOPPER_TILES
+    tile_q, tile_k, query_registers, out_staged, early = tiles[dims]
     consumers, (query_panels, value_panels) = tile_q // 64, (-(-dim // 64) for dim in dims)
-    shared = 128 * tile_q * (query_panels + out_staged * value_panels)  # rows of 128 bytes
+    shared = 128 * tile_q * (query_panels + out_staged)  # rows of 128 bytes
     shared += 2 * 128 * tile_k * (query_panels + value_panels)
-    shared += 32 + consumers * (3 * 48 + 16) + 64 + 16 * (not out_staged)  # work and barriers; an array is never empty
+    shared += 32 + consumers * (3 * 48 + 16) + 64  # work and barriers
     return Variant(
         "forward_sm90", dtype, mask, *dims, tile_q, tile_k, 4 * (1 + consumers), 1, 2, shared,
         query_registers, out_staged, early,
@@ -273,7 +281,7 @@ def hopper_backward_variant(dtype, dim):
     stages, grads, weights = (3, 16, 4 * tile_q * tile_k) if roles else (4, 2 * 64 * dim, 16)  # no array is empty
     shared = 2 * dim * (stages * tile_q + 2 * tile_k) + 4 * tile_q * tile_k  # q and dout; k and v; ds twice
     shared += 2 * (4 * 64 * 64 + grads) + weights  # of each consumer: a piece of dq, dk or dv on the way out
-    shared += 4 * stages * tile_q + 8 * 32 + 2 * 48 + 8 * (34 + 2 * stages)  # numbers of rows, visits, items, barriers
+    shared += 4 * stages * tile_q + 8 * 32 + 2 * 56 + 8 * (34 + 2 * stages)  # numbers of rows, visits, items, barriers
     return Variant("backward_sm90", dtype, "window", dim, dim, tile_q, tile_k, warps, 1, 2, shared)
 
 
@@ -283,13 +291,8 @@ def rows_variant(dtype):
 
 
 def finish_variant(dtype):
-    """The kernel of backward that goes behind: 64 rows of dq a block, padded by 16 bytes; two flags for each."""
-    return Variant("backward_finish", dtype, "window", 256, 256, 64, 64, 8, 4, 1, finish_shared_bytes(256))
-
-
-def finish_shared_bytes(columns):
-    """Shared memory that it takes: for rows of so many columns, for the widest where it is compiled."""
-    return 64 * (2 * columns + 16) + 64 * 8
+    """The kernel of backward that goes behind: 64 rows of dq a block."""
+    return Variant("backward_finish", dtype, "window", 256, 256, 64, 64, 4, 5, 1, 0)
 
 
 # Forward --------------------------------------------------------------------------------------------------------
@@ -316,7 +319,7 @@ def _portable_forward(problem, limits, reason):
 
 
 def _hopper_forward(problem, limits, reason):
-    variant = hopper_variant(problem.dtype, problem.mask.name, problem.head_dim, problem.value_dim)
+    variant = hopper_variant(problem.dtype, problem.mask.name, problem.head_dim, problem.value_dim, problem.keys)
     consumers = variant.tile_q // 64
     pack = _pack(problem, lambda pack: consumers * _whole_rows(pack), most=64)
     args, _, maps, copies, buffers = _forward(problem, pack, consumers * _whole_rows(pack), 16, key_box=variant.tile_k)
@@ -461,6 +464,7 @@ def _backward(problem, limits, engine, reason, variant, parts):
         has = f"{items} tiles of keys and {row_blocks} of 64 rows, counted over all heads"
         raise ValueError(f"backward: has {has}; wanted at most {MOST_PARTS} of each")
     blocks = limits.processors * variant.blocks_per_sm
+    passes = _passes(problem, variant, key_tiles, blocks)
     largest = float(np.finfo(np.float32).max) / 2
     scale = min(max(problem.scale, -largest), largest)
     wide = {name: int(bool(like.stretched)) for name, like in grads.items()}
@@ -480,7 +484,8 @@ def _backward(problem, limits, engine, reason, variant, parts):
         "query_tiles": query_tiles,
         "key_tiles": key_tiles,
         "cyclic": int(problem.mask.name == "full"),
-        "chunk": -(-key_tiles // -(-key_tiles // blocks)),  # chunks of equal length, none longer than the grid
+        "passes_log2": passes.bit_length() - 1,
+        "section": _section_of_heads(problem.mask, passes, key_tiles, blocks),
         "items": items,
         "tile_q": variant.tile_q,
         "tile_k": variant.tile_k,
@@ -513,9 +518,33 @@ def _backward(problem, limits, engine, reason, variant, parts):
     steps = (
         step(before, row_blocks, before.shared_bytes),
         step(variant, min(items, blocks), variant.shared_bytes, tensor_maps=maps, cooperative=True),
-        step(behind, heads * -(-problem.queries // behind.tile_q) + items, finish_shared_bytes(variant.head_dim)),
+        step(behind, heads * -(-problem.queries // behind.tile_q) + items, behind.shared_bytes),
     )
     return Plan(engine, reason, tuple(copies.values()), results + buffers, steps)
+
+
+def _passes(problem, variant, key_tiles, blocks):
+    """Passes over the tiles of keys of a head, a power of two: what keeps neighbours apart for as many visits as handing
+    a turn on takes, so long as the heads fill the device all the same; and no more tiles in one than there are blocks.
+
+    It decides the order of sums, so batches have no say in it.
+    """
+    # The portable engine has no thread for it: with 2 visits 0.96 of the speed with a causal mask. Without one hardly
+    # any two meet, and 4 take the caches of four heads: 0.86 at head_dim 256.
+    distance = 4 if variant.engine == "portable" and problem.mask.name != "full" else 2
+    passes = _power_of_two(-(-distance * variant.tile_q // variant.tile_k))
+    while passes > 1 and problem.key_heads * -(-key_tiles // passes) < 0.9 * blocks:
+        passes //= 2
+    return max(passes, _power_of_two(-(-key_tiles // blocks)))
+
+
+def _section_of_heads(mask, passes, key_tiles, blocks):
+    """Heads whose passes are one: as many as there are blocks for. Where tiles are alike and passes single, one by one."""
+    return 1 if mask.name == "full" and passes == 1 else max(blocks // -(-key_tiles // passes), 1)
+
+
+def _power_of_two(least):
+    return 1 << max(least - 1, 0).bit_length()
 
 
 def _gradient_buffer(problem, name, like):

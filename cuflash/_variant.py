@@ -52,8 +52,8 @@ def _args(scale_log2, pointers="q k v out lse", maps="", wide="", sizes=""):
 def _backward_args(maps=""):
     pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
     sizes = (
-        "queries keys heads group head_dim value_dim batches1 first_shift end_shift query_tiles key_tiles cyclic chunk "
-        "items tile_q tile_k columns parts clear dq_wide dk_wide dv_wide boxes"
+        "queries keys heads group head_dim value_dim batches1 first_shift end_shift query_tiles key_tiles "
+        "cyclic passes_log2 section items tile_q tile_k columns parts clear dq_wide dk_wide dv_wide boxes"
     )
     return _struct(
         [
@@ -111,7 +111,7 @@ class Variant:
     stages: int  # 2: the next tile is copied beside this one; 1: its keys beside these values, and so on in turn
     shared_bytes: int
     query_registers: int = 0  # whether q stays in registers, so that its shared memory is free for the next rows
-    out_staged: int = 0  # whether out leaves through shared memory of its own, by tensor copies
+    out_staged: int = 0  # panels of a warp's rows of out in shared memory of its own, to leave by tensor copies
     early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
     ordered: int = 1  # backward: whether sums of dq take turns; 0 in tests of what that costs
     vector_adds: int = 0  # backward: whether the device adds four floats at once
@@ -121,7 +121,8 @@ class Variant:
         """The facts spelled out: a label for benchmarks, tests and errors."""
         dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}v{self.value_dim}"
         tiles = f"q{self.tile_q}_k{self.tile_k}_w{self.warps}_b{self.blocks_per_sm}"
-        more = "_r" * self.query_registers + "_o" * self.out_staged + f"_e{self.early}" * (self.early > 0)
+        more = "_r" * self.query_registers + f"_o{self.out_staged}" * (self.out_staged > 0)
+        more += f"_e{self.early}" * (self.early > 0)
         mask = "" if self.backward else f"_{self.mask}"  # always the most general there
         more += "" if self.ordered else "_unordered"
         return f"{self.kernel}_{ELEMENTS[self.element].short}{mask}_{dims}_{tiles}_s{self.stages}{more}"

@@ -110,9 +110,9 @@ __device__ __forceinline__ char* turn_counter(const Args& args, int tile) {
 // A warp looks up 32 visits at once, one a lane.
 __device__ __forceinline__ void list_visits(const Args& args, const Mask& mask, const Item& item, uint32 shared, int n) {
     n += lane_index();
-    if (n >= item.visits) return;
+    if (n >= item.span.visits) return;
     Listed listed;
-    listed.visit = visit_at(args, item, n);
+    listed.visit = visit_at(item.span, n);
     listed.turn = turn_of(args, mask, item, listed.visit);
     const int row = listed.visit.tile * TILE_Q, last_row = clamp(row + TILE_Q, 0, args.queries) - 1;
     const int key = item.key_tile * TILE_K;
@@ -272,9 +272,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                 store_shared(shared + WORK_START,
                              Work{args.q + args.q_strides.offset(item.batch0, item.batch1, head),
                                   args.dout + args.dout_strides.offset(item.batch0, item.batch1, head),
-                                  (static_cast<int>(item.batch) * args.heads + head) * args.query_tiles, index, item.visits, key});
+                                  (item.batch * args.heads + head) * args.query_tiles, index, item.span.visits, key});
             }
-            if (item.visits > 0) {
+            if (item.span.visits > 0) {
                 TileCopy<TILE_K, HEAD_DIM, THREADS>::copy(
                     shared + KEY_START,
                     args.k + args.k_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.k_strides.row,
@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                 if (last_warp()) list_visits(args, mask, item, shared, 0);
             }
             sync_threads();  // the list is there
-            if (item.visits > 0) load_rows(args, shared, 0);
+            if (item.span.visits > 0) load_rows(args, shared, 0);
             cp_async_commit_group();
         }
 

@@ -18,7 +18,7 @@ struct Args {
     int batches1;                             // length of the inner merged axis
     int first_shift, end_shift;               // of the mask
     int query_tiles, key_tiles;               // of a head
-    int cyclic, chunk;                        // see visits.cuh
+    int cyclic, passes_log2, section;         // see visits.cuh
     int items;                                // tiles of keys of all heads and batches
     int tile_q, tile_k, columns, parts;       // of the main kernel: its tiles, width of dq_sum, counters a query tile
     int clear;                                // dq_sum has to begin as zeros

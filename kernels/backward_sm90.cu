@@ -27,7 +27,7 @@
 // the items: stage and parity follow from the number.
 //
 // What limits speed: to head_dim 128 the tensor cores and the ports of shared memory, with either the power they take;
-// at 256 the L2 cache, which has 64 keys' share of dq to add for each 64 KB of products' operands.
+// at 256 the L2 cache, where 64 KB are added to dq for each 64 x 64 pairs.
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx_sm90.cuh"
@@ -56,7 +56,7 @@ constexpr int LAG = 2;  // visits that dq comes later where consumers take turns
 constexpr bool TOKEN_EARLY = HEAD_DIM == 64;  // the token goes on before dp, whose product is short
 
 // A multiprocessor's 64 K registers are dealt out 168 a thread. The producer gives away what the consumers need.
-constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+constexpr int PRODUCER_REGISTERS = ROLES ? 24 : 32, CONSUMER_REGISTERS = ROLES ? 240 : 232;
 
 using QueryTile = Panels<TILE_Q, HEAD_DIM>;  // q and dout
 using KeyTile = Panels<TILE_K, HEAD_DIM>;    // k and v
@@ -130,7 +130,7 @@ struct Args {
     int batches1;                // length of the inner merged axis
     int first_shift, end_shift;  // of the mask
     int query_tiles, key_tiles;
-    int cyclic, chunk, items;    // of the order of visits
+    int cyclic, passes_log2, section, items;    // of the order of visits
     int tile_q, tile_k, columns, parts, clear;
     int dq_wide, dk_wide, dv_wide;  // float32, for sums to come
     int boxes;                   // dk and dv, where they are elements, are written by tensor copies
@@ -166,19 +166,6 @@ __device__ __forceinline__ int first_key_of(int consumer) { return ROLES ? 0 : c
 //
 // Of its warpgroup single threads work: nothing here may shuffle.
 
-// The item after this one, early, so that it is brought while this one ends. A block must not draw two that wait for
-// each other, so where tiles of keys go round it draws no second one of a chunk: there are blocks for all of them.
-__device__ __forceinline__ int draw(const Args& args, const Item& item) {
-    if (args.cyclic) {
-        const int end = (item.key_tile / args.chunk + 1) * args.chunk;
-        const int head = static_cast<int>(item.batch) * (args.heads / args.group) + item.key_head;
-        const int drawn = head * args.key_tiles + (end < args.key_tiles ? end : args.key_tiles);
-        while (load_acquire(args.turns + TICKET) < drawn) {
-        }
-    }
-    return atomic_add(args.turns + TICKET, 1);
-}
-
 // Which consumers have pairs to test.
 __device__ __forceinline__ int tested(const Args& args, const Mask& mask, int row, int tile_key) {
     const int first_key = mask.first_key(clamp(row + TILE_Q, 0, args.queries) - 1), end_key = mask.end_key(row);
@@ -200,31 +187,42 @@ __device__ __forceinline__ void plan(const Args& args, const Mask& mask, uint32 
         const uint32 item_shared = item_at(shared, number);
         mbarrier_wait(barrier(shared, ITEMS_EMPTY, stage_of(number)), parity_of(number) ^ 1);
         if (index >= args.items) {
-            store_shared(item_shared + OFFSET_OF(Item, visits), NONE);
+            store_shared(item_shared + OFFSET_OF(Item, span.visits), NONE);
             mbarrier_arrive(barrier(shared, ITEMS_FULL, stage_of(number)));
             break;
         }
-        store_shared(item_shared, locate_item(args, mask, index));
+        store_shared(item_shared, draw_item(args, index));
+        store_shared(item_shared + OFFSET_OF(Item, span), span_of(args, mask, load_shared<Item>(item_shared)));
         mbarrier_arrive(barrier(shared, ITEMS_FULL, stage_of(number)));
 
-        Visit place{load_shared<int>(item_shared + OFFSET_OF(Item, start_head)),
-                    load_shared<int>(item_shared + OFFSET_OF(Item, start))};
+        Visit place{load_shared<int>(item_shared + OFFSET_OF(Item, span.start_head)),
+                    load_shared<int>(item_shared + OFFSET_OF(Item, span.start))};
+        auto visits = [&] { return load_shared<int>(item_shared + OFFSET_OF(Item, span.visits)); };
 #pragma unroll 1
-        for (int left = load_shared<int>(item_shared + OFFSET_OF(Item, visits)); left > 0; --left, ++visit) {
+        for (int n = 0; n < visits(); ++n, ++visit) {
             Step step;  // the item is read again and again: registers are few
             step.turn = turn_of(args, mask, load_shared<Item>(item_shared), place);
             mbarrier_wait(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)), parity_of<STEPS>(visit) ^ 1);
             const Item item = load_shared<Item>(item_shared);
             step.head = item.key_head * args.group + place.head;
-            step.place = static_cast<int>(item.batch * args.heads + step.head) * args.query_tiles + place.tile;
+            step.place = (item.batch * args.heads + step.head) * args.query_tiles + place.tile;
             step.row = place.tile * TILE_Q;
             const bool coarse = load_global<int>(args.turns + COARSE) != 0;
             step.tested = coarse ? (1 << CONSUMERS) - 1 : tested(args, mask, step.row, item.key_tile * TILE_K);
             store_shared(step_at(shared, visit), step);
             mbarrier_arrive(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)));
-            place.advance(item, args.group);
+            place.advance(item.span, args.group);
         }
-        index = draw(args, load_shared<Item>(item_shared));
+        // The next item is drawn early, so that it is brought while this one ends, but no earlier than that: blocks that
+        // wait for it would wait for this one as well. A block has no two items of a wave, which may wait for each other.
+        if (visits() > 0) {
+            const uint32 last = visit - 1;
+            mbarrier_wait(barrier(shared, QUERIES_FULL, stage_of(last)), parity_of(last));
+        }
+        const int wave_end = wave_of(args, load_shared<int>(item_shared + OFFSET_OF(Item, index))).end;
+        while (load_acquire(args.turns + TICKET) < wave_end) {
+        }
+        index = atomic_add(args.turns + TICKET, 1);
     }
 }
 
@@ -249,7 +247,7 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
     for (uint32 number = 0;; ++number) {
         const uint32 item_shared = item_at(shared, number);
         mbarrier_wait(barrier(shared, ITEMS_FULL, stage_of(number)), parity_of(number));
-        const int visits = load_shared<int>(item_shared + OFFSET_OF(Item, visits));
+        const int visits = load_shared<int>(item_shared + OFFSET_OF(Item, span.visits));
         if (visits == NONE) break;
         if (visits == 0) {  // nothing to bring
             mbarrier_wait(barrier(shared, VALUES_EMPTY), number % 2 ^ 1);
@@ -287,28 +285,39 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
 __device__ __forceinline__ void send(const Args& args, uint32 shared, int consumer) {
     const uint32 piece_shared = shared + PART_START + consumer * PIECE_BYTES;
     uint32 visit = 0;
+    char* held = nullptr;  // counter of the last part sent, whose turn is to be handed on once it is all there
+    auto hand_on = [&] {
+        if (held == nullptr) return;
+        cp_async_bulk_wait_group<0>();
+        fence_proxy_async_global();
+        add_release(held, 1);
+        held = nullptr;
+    };
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {
         mbarrier_wait(barrier(shared, ITEMS_FULL, stage_of(number)), parity_of(number));
-        const int visits = load_shared<int>(item_at(shared, number) + OFFSET_OF(Item, visits));
+        const int visits = load_shared<int>(item_at(shared, number) + OFFSET_OF(Item, span.visits));
         mbarrier_arrive(barrier(shared, ITEMS_EMPTY, stage_of(number)));
         if (visits == NONE) break;
 #pragma unroll 1
         for (int n = 0; n < visits; ++n, ++visit) {
-            mbarrier_wait(barrier(shared, PARTS_FULL, consumer), visit * PIECES % 2);
+            mbarrier_wait(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)), parity_of<STEPS>(visit));
             const Step step = load_shared<Step>(step_at(shared, visit));
-            mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));
             const int64 part = static_cast<int64>(step.place) * CONSUMERS + consumer;
             char* const counter = args.turns + COUNTERS + part * 4;
             char* const sum = args.dq_sum + part * (PIECES * PIECE_BYTES);
             if (ORDERED) {
-                while (load_acquire(counter) != step.turn) {
-                }
+                // A first look while the last part is still on its way, and before the next is there: the turn will
+                // still be this block's when it is.
+                bool come = load_acquire(counter) == step.turn;
+                hand_on();
+                while (!come) come = load_acquire(counter) == step.turn;
                 fence_proxy_async_global();
             }
 #pragma unroll
             for (int piece = 0; piece < PIECES; ++piece) {
-                if (piece > 0) mbarrier_wait(barrier(shared, PARTS_FULL, consumer), (visit * PIECES + piece) % 2);
+                mbarrier_wait(barrier(shared, PARTS_FULL, consumer), (visit * PIECES + piece) % 2);
+                if (piece == 0) mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));
                 if (ORDERED && step.turn == 0) {
                     cp_async_bulk_store(sum + piece * PIECE_BYTES, piece_shared, PIECE_BYTES);
                 } else {
@@ -318,12 +327,9 @@ __device__ __forceinline__ void send(const Args& args, uint32 shared, int consum
                 cp_async_bulk_wait_group_read<0>();
                 mbarrier_arrive(barrier(shared, PARTS_EMPTY, consumer));
             }
-            if (ORDERED) {
-                cp_async_bulk_wait_group<0>();
-                fence_proxy_async_global();
-                add_release(counter, 1);
-            }
+            if (ORDERED) held = counter;
         }
+        hand_on();  // the next item may be long in coming
     }
     cp_async_bulk_wait_group<0>();
 }
@@ -491,7 +497,7 @@ struct Consumer {
     // Waits for an item and returns its visits.
     __device__ __forceinline__ int begin(uint32 number) const {
         wait(ITEMS_FULL, stage_of(number), parity_of(number));
-        return uniform(load_shared<int>(item_at(shared, number) + OFFSET_OF(Item, visits)));
+        return uniform(load_shared<int>(item_at(shared, number) + OFFSET_OF(Item, span.visits)));
     }
     __device__ __forceinline__ bool tested(uint32 visit) const {
         return uniform(load_shared<Step>(step_at(shared, visit)).tested >> index & 1) != 0;

@@ -9,37 +9,37 @@
 
 namespace cuflash {
 
-// The product of two rows, in all lanes of a warp.
+constexpr int ROW_NUMBERS = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;  // of a row, for each lane
+
+// The product of two rows, in all lanes.
 __device__ __forceinline__ float dot(const char* a, const char* b, int columns) {
     float sum = 0.0f;
 #pragma unroll 1
     for (int d = lane_index(); d < columns; d += WARP) {
-        const Element x = load_global<Element>(a + 2 * d), y = load_global<Element>(b + 2 * d);
-        sum = fused_multiply_add(to_float(x), to_float(y), sum);
+        sum = fused_multiply_add(to_float(load_global<Element>(a + 2 * d)), to_float(load_global<Element>(b + 2 * d)), sum);
     }
 #pragma unroll
     for (int lanes = WARP / 2; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
     return sum;
 }
 
-// A row of sums, every 32nd of them a lane's. Operands are read again for each use: registers here are registers of
-// the whole kernel, and this path is rare.
+// A row of a gradient in the making, every 32nd number a lane's. Registers are for these alone: the kernel beside which
+// this lies wants few, and rows are read again as often as it takes.
 struct RowSum {
-    static constexpr int NUMBERS = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;
-    float x[NUMBERS] = {};
+    float x[ROW_NUMBERS] = {};
 
     __device__ __forceinline__ void add(float factor, const char* row, int columns) {
 #pragma unroll
-        for (int n = 0; n < NUMBERS; ++n) {
+        for (int n = 0; n < ROW_NUMBERS; ++n) {
             const int d = n * WARP + lane_index();
             if (d < columns) x[n] = fused_multiply_add(factor, to_float(load_global<Element>(row + 2 * d)), x[n]);
         }
     }
     __device__ __forceinline__ void store(char* row, int columns, bool wide, float factor) const {
 #pragma unroll
-        for (int n = 0; n < NUMBERS; ++n) {
+        for (int n = 0; n < ROW_NUMBERS; ++n) {
             const int d = n * WARP + lane_index();
-            if (d >= columns) break;
+            if (d >= columns) continue;
             if (wide) {
                 store_global(row + 4 * d, x[n] * factor);
             } else {
@@ -53,7 +53,6 @@ struct RowSum {
 // Whether a row that was stored holds a number that is not finite; all lanes get the answer.
 __device__ __forceinline__ bool is_spoilt(const char* row, int columns, bool wide) {
     bool spoilt = false;
-#pragma unroll 1
     for (int d = lane_index(); d < columns; d += WARP) {
         if (wide) {
             spoilt |= !is_finite(load_global<float>(row + 4 * d));
@@ -80,8 +79,8 @@ struct Pair {
 template <typename Args>
 struct GradientRows {
     const Args& args;
-    int batch, batch0, batch1;
-    __device__ __forceinline__ GradientRows(const Args& args, int batch)
+    int64 batch, batch0, batch1;
+    __device__ __forceinline__ GradientRows(const Args& args, int64 batch)
         : args(args), batch(batch), batch0(batch / args.batches1), batch1(batch % args.batches1) {}
 
     template <typename Pointer>
@@ -90,53 +89,55 @@ struct GradientRows {
     }
     // Of row_lse and row_delta.
     __device__ __forceinline__ float of_row(const char* base, int head, int row) const {
-        const int64 tile = static_cast<int64>(batch * args.heads + head) * args.query_tiles;
-        return load_global<float>(base + 4 * (tile * args.tile_q + row));
+        const int64 linear = (batch * args.heads + head) * args.query_tiles * args.tile_q + row;
+        return load_global<float>(base + 4 * linear);
     }
 };
 
 // dq of one row.
 template <typename Args>
-__device__ __forceinline__ void careful_dq(const Args& args, int batch, int head, int i, int first, int end) {
+__device__ __noinline__ void careful_dq(const Args& args, int64 batch, int head, int i, int first, int end) {
     const GradientRows<Args> rows(args, batch);
     const int key_head = head / args.group;
     const float row_lse = rows.of_row(args.row_lse, head, i), row_delta = rows.of_row(args.row_delta, head, i);
-    const char* query = rows.at(args.q, args.q_strides, head, i);
-    const char* dout = rows.at(args.dout, args.dout_strides, head, i);
-    const char* key = rows.at(args.k, args.k_strides, key_head, first);
-    const char* value = rows.at(args.v, args.v_strides, key_head, first);
-    RowSum dq;
+    const char* const query = rows.at(args.q, args.q_strides, head, i);
+    const char* const dout = rows.at(args.dout, args.dout_strides, head, i);
+    RowSum sum;
 #pragma unroll 1
-    for (int j = first; j < end; ++j, key += args.k_strides.row, value += args.v_strides.row) {
+    for (int j = first; j < end; ++j) {
+        const char* const key = rows.at(args.k, args.k_strides, key_head, j);
+        const char* const value = rows.at(args.v, args.v_strides, key_head, j);
         const Pair pair(dot(query, key, args.head_dim), args.scale_log2, row_lse, dot(dout, value, args.value_dim),
                         row_delta);
-        if (pair.seen) dq.add(pair.ds, key, args.head_dim);
+        if (pair.seen) sum.add(pair.ds, key, args.head_dim);
     }
-    dq.store(rows.at(args.dq, args.dq_strides, head, i), args.head_dim, args.dq_wide, args.scale);
+    sum.store(rows.at(args.dq, args.dq_strides, head, i), args.head_dim, args.dq_wide, args.scale);
 }
 
-// dk or dv of one key.
-template <bool IS_DK, typename Args>
-__device__ __forceinline__ void careful_dk_dv(const Args& args, int batch, int key_head, int j, int first, int end) {
+// dk or, if `is_dv`, dv of one key.
+template <typename Args>
+__device__ __noinline__ void careful_dk_dv(const Args& args, int64 batch, int key_head, int j, int first, int end, bool is_dv) {
     const GradientRows<Args> rows(args, batch);
-    const char* key = rows.at(args.k, args.k_strides, key_head, j);
-    const char* value = rows.at(args.v, args.v_strides, key_head, j);
+    const char* const key = rows.at(args.k, args.k_strides, key_head, j);
+    const char* const value = rows.at(args.v, args.v_strides, key_head, j);
     RowSum sum;
 #pragma unroll 1
     for (int head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
-        const char* query = rows.at(args.q, args.q_strides, head, first);
-        const char* dout = rows.at(args.dout, args.dout_strides, head, first);
 #pragma unroll 1
-        for (int i = first; i < end; ++i, query += args.q_strides.row, dout += args.dout_strides.row) {
+        for (int i = first; i < end; ++i) {
+            const char* const query = rows.at(args.q, args.q_strides, head, i);
+            const char* const dout = rows.at(args.dout, args.dout_strides, head, i);
             const Pair pair(dot(query, key, args.head_dim), args.scale_log2, rows.of_row(args.row_lse, head, i),
                             dot(dout, value, args.value_dim), rows.of_row(args.row_delta, head, i));
             if (!pair.seen) continue;
-            if (IS_DK) sum.add(pair.ds, query, args.head_dim);
-            else sum.add(pair.p, dout, args.value_dim);
+            sum.add(is_dv ? pair.p : pair.ds, is_dv ? dout : query, is_dv ? args.value_dim : args.head_dim);
         }
     }
-    if (IS_DK) sum.store(rows.at(args.dk, args.dk_strides, key_head, j), args.head_dim, args.dk_wide, args.scale);
-    else sum.store(rows.at(args.dv, args.dv_strides, key_head, j), args.value_dim, args.dv_wide, 1.0f);
+    if (is_dv) {
+        sum.store(rows.at(args.dv, args.dv_strides, key_head, j), args.value_dim, args.dv_wide, 1.0f);
+    } else {
+        sum.store(rows.at(args.dk, args.dk_strides, key_head, j), args.head_dim, args.dk_wide, args.scale);
+    }
 }
 
 }  // namespace cuflash

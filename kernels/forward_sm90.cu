@@ -40,7 +40,9 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 :
 using QueryTile = Panels<ROWS, HEAD_DIM>;
 using KeyTile = Panels<TILE_K, HEAD_DIM>;
 using ValueTile = Panels<TILE_K, VALUE_DIM>;
-using OutTile = Panels<16, VALUE_DIM>;  // of a warp
+using OutTile = Panels<16, VALUE_DIM>;                          // of a warp, which leaves panel by panel
+constexpr int STAGING_BYTES = OUT_STAGED * OutTile::PANEL_BYTES;  // by way of so many places
+static_assert(OutTile::COUNT % OUT_STAGED == 0, "OUT_STAGED: as many rounds of the places as fill the tile");
 
 // What a consumer is to do with its rows of a tile. Tiles of keys are visited from the last to the first.
 struct alignas(16) Work {
@@ -64,7 +66,7 @@ struct Shared {
     char queries[CONSUMERS][QueryTile::BYTES];
     char keys[STAGES][KeyTile::BYTES];
     char values[STAGES][ValueTile::BYTES];
-    char out[OUT_STAGED ? 4 * CONSUMERS * OutTile::BYTES : 16];
+    char out[4 * CONSUMERS][STAGING_BYTES];
     Work work[SLOTS][CONSUMERS];
     Place next;
     uint64 queries_full[CONSUMERS], queries_empty[CONSUMERS];
@@ -350,23 +352,6 @@ __device__ __forceinline__ void weigh(Weights& weights, Rows& rows, const Scores
     for (int half = 0; half < 2; ++half) rows[half].sum += sums[half][0] + sums[half][1];
 }
 
-// Words of four neighbouring blocks of 8 columns, one of each block a thread: after it, thread t of a quad has all
-// four of block t. A transposition in two exchanges, with the neighbour and with the one after.
-__device__ __forceinline__ Vector16 gather_chunk(const uint32 (&words)[4], int lane) {
-    const bool odd = lane % 2, high = lane / 2 % 2;
-    const uint32 kept[2] = {odd ? words[1] : words[0], odd ? words[3] : words[2]};
-    const uint32 given[2] = {shuffle_xor(odd ? words[0] : words[1], 1), shuffle_xor(odd ? words[2] : words[3], 1)};
-    const uint32 low_pair[2] = {odd ? given[0] : kept[0], odd ? kept[0] : given[0]};
-    const uint32 high_pair[2] = {odd ? given[1] : kept[1], odd ? kept[1] : given[1]};
-    uint32 own[2], other[2];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        own[n] = high ? high_pair[n] : low_pair[n];
-        other[n] = shuffle_xor(high ? low_pair[n] : high_pair[n], 2);
-    }
-    return high ? Vector16{{other[0], other[1], own[0], own[1]}} : Vector16{{own[0], own[1], other[0], other[1]}};
-}
-
 // Addresses of a packed row of q or out, and of its lse.
 __device__ __forceinline__ int head_of(const Args& args, const Work& work, int packed) {
     return args.pack == 1 ? work.head : work.head + packed % args.pack;
@@ -385,48 +370,38 @@ __device__ __forceinline__ char* lse_of(const Args& args, const Work& work, int 
 
 // A warp's 16 rows of out, by way of shared memory that is this warp's alone: as boxes or, where heads are packed so
 // that no box holds the rows, a chunk a lane at a time.
-__device__ __forceinline__ void store_staged(const Args& args, const Work& work, uint32 staging, int first_row,
-                                             const Words& words) {
+__device__ __forceinline__ void store_rows(const Args& args, const Work& work, uint32 staging, int first_row,
+                                           const Words& words) {
     const int lane = lane_index();
-    if (lane == 0) cp_async_bulk_wait_group_read<0>();  // the rows before have left
-    sync_warp();
 #pragma unroll
-    for (int step = 0; step < VALUE_DIM / 16; ++step) {
-        stmatrix_x4(staging + OutTile::offset(lane % 16, 2 * step + lane / 16), words[step]);
-    }
-    if (args.out_boxes) {
-        fence_proxy_async();
+    for (int panel = 0; panel < OutTile::COUNT; ++panel) {
+        const uint32 place = staging + panel % OUT_STAGED * OutTile::PANEL_BYTES;
+        if (lane == 0) cp_async_bulk_wait_group_read<OUT_STAGED - 1>();  // the panel that was here has left
         sync_warp();
-        if (lane == 0 && first_row < work.end_row) {
 #pragma unroll
-            for (int panel = 0; panel < OutTile::COUNT; ++panel) {
+        for (int step = 4 * panel; step < 4 * panel + 4 && step < VALUE_DIM / 16; ++step) {
+            stmatrix_x4(place + OutTile::offset(lane % 16, 2 * (step % 4) + lane / 16), words[step]);
+        }
+        if (args.out_boxes) {
+            fence_proxy_async();
+            sync_warp();
+            if (lane == 0) {
                 const Corner corner{64 * panel, work.head, query_of(first_row, args.pack), work.batch0, work.batch1};
-                cp_async_bulk_tensor_store(args.out_map, staging + panel * OutTile::PANEL_BYTES, corner);
+                if (first_row < work.end_row) cp_async_bulk_tensor_store(args.out_map, place, corner);
+                cp_async_bulk_commit_group();  // of nothing, too, so that a place's group is always as long ago
             }
-            cp_async_bulk_commit_group();
-        }
-    } else {
-        sync_warp();
+        } else {
+            sync_warp();
 #pragma unroll 1
-        for (int n = lane; n < 16 * VALUE_DIM / 8; n += WARP) {
-            const int r = n % 16, chunk = n / 16;
-            if (first_row + r < work.end_row && 8 * chunk < args.value_dim) {
-                store_global(row_of(args, args.out, args.out_strides, work, first_row + r) + 16 * chunk,
-                             load_shared<Vector16>(staging + OutTile::offset(r, chunk)));
+            for (int n = lane; n < 16 * 8; n += WARP) {
+                const int r = n % 16, chunk = n / 16, column = 64 * panel + 8 * chunk;
+                if (first_row + r < work.end_row && column < args.value_dim) {
+                    store_global(row_of(args, args.out, args.out_strides, work, first_row + r) + 2 * column,
+                                 load_shared<Vector16>(place + OutTile::offset(r, chunk)));
+                }
             }
+            sync_warp();
         }
-    }
-}
-
-// The same from registers: quads gather chunks of one of a thread's two rows.
-__device__ __forceinline__ void store_row(const Args& args, char* row, const Words& words, int half) {
-    const int lane = lane_index();
-#pragma unroll
-    for (int step = 0; step < VALUE_DIM / 16; step += 2) {
-        const uint32 here[4] = {words[step][half], words[step][half + 2], words[step + 1][half], words[step + 1][half + 2]};
-        const Vector16 chunk = gather_chunk(here, lane);
-        const int column = 16 * step + 8 * (lane % 4);
-        if (row != nullptr && column < args.value_dim) store_global(row + 2 * column, chunk);
     }
 }
 
@@ -466,18 +441,9 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
         suspects[half] = ballot(inside && (lost || rows[half].too_coarse()));
         if (args.lse != nullptr && lane % 4 == 0 && inside) store_global(lse_of(args, work, row), rows[half].lse());
     }
-    if constexpr (OUT_STAGED) {
-        store_staged(args, work, staging, first_row, words);
-    } else {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = first_row + 8 * half + lane / 4;
-            char* address = row_of(args, args.out, args.out_strides, work, row);
-            store_row(args, row < work.end_row ? address : nullptr, words, half);
-        }
-    }
+    store_rows(args, work, staging, first_row, words);
     if ((suspects[0] | suspects[1]) == 0) return;
-    if (OUT_STAGED && lane == 0) cp_async_bulk_wait_group<0>();  // what is written again must have been written
+    if (lane == 0) cp_async_bulk_wait_group<0>();  // what is written again must have been written
     sync_warp();
 #pragma unroll 1
     for (int r = 0; r < 16; ++r) {
@@ -495,7 +461,7 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
     const Scaled score{args.scale_log2};
     const bool leader = lane_index() == 0;  // arrives for its warp
     const uint32 query_shared = shared + consumer * QueryTile::BYTES;
-    const uint32 staging = shared + OUT_START + (warp_index() - 4) * OutTile::BYTES;  // the producer's warps come first
+    const uint32 staging = shared + OUT_START + (warp_index() - 4) * STAGING_BYTES;  // the producer's warps come first
     Turn key{0, 0}, value{0, 0};
     uint32 query_parity = 0;
     int slot = SLOTS - 1;
@@ -689,7 +655,7 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
         sync_warp();
         finish();
     }
-    if (OUT_STAGED && leader) cp_async_bulk_wait_group_read<0>();  // shared memory goes with the block
+    if (leader) cp_async_bulk_wait_group_read<0>();  // shared memory goes with the block
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_forward_sm90(const __grid_constant__ Args args) {

@@ -192,12 +192,13 @@ def python_backward_kernel(variant, written):
         sums = rows("dq_sum", (heads, padded // 64, args["columns"] // 8, 4, 8, 4, 2, 2))
         i, j = np.arange(queries)[:, None], np.arange(keys)
         seen = (j >= i + args["first_shift"]) & (j < i + args["end_shift"])
-        assert args["cyclic"] <= seen.all() and 1 <= args["chunk"] <= tiles
+        assert args["cyclic"] <= seen.all() and args["section"] >= 1
         if main:
             assert (turns == 0).all() and grid[0] <= args["items"]
             assert not memory(args["suspects"], (args["items"],), (4,), np.dtype(np.int32)).any()
             turns[0] = args["items"]
-            assert variant.hopper or args["chunk"] <= max(grid[0], 1)
+            section = min(args["section"], args["items"] // args["key_tiles"])
+            assert section * -(-args["key_tiles"] >> args["passes_log2"]) <= max(grid[0], 1), "a wave is more than a grid"
         for batch, key_head in np.ndindex(batches, key_heads):
             place = *divmod(batch, args["batches1"]), key_head
             k, v = matrix("k", place, keys, head_dim), matrix("v", place, keys, value_dim)
@@ -986,9 +987,9 @@ def test_every_plan_of_backward_asks_for_listed_variants(
     assert variant.head_dim >= head_dim and variant.value_dim >= value_dim and args["columns"] == variant.head_dim
     assert [step.cooperative for step in (before, main, behind)] == [False, True, False]
     assert main.grid <= min(args["items"], limits.processors * variant.blocks_per_sm)
-    assert 1 <= args["chunk"] <= main.grid and args["key_tiles"] * args["tile_k"] >= keys
-    chunks = -(-args["key_tiles"] // args["chunk"])
-    assert args["chunk"] * chunks - args["key_tiles"] < chunks, "chunks are of equal length"
+    section = min(args["section"], args["items"] // args["key_tiles"])
+    assert 1 <= section * -(-args["key_tiles"] >> args["passes_log2"]) <= main.grid, "a wave is more than a grid"
+    assert args["key_tiles"] * args["tile_k"] >= keys
     assert behind.grid == 6 * -(-queries // behind.variant.tile_q) + args["items"]
 
 
@@ -1037,34 +1038,51 @@ def test_tensor_maps_of_backward():
 
 @st.composite
 def orders(draw):
-    """A head's tiles, mask and chunks, as plans make them; small tiles, so that there are many."""
+    """A head's tiles, mask, passes and sections, as plans make them; small tiles, so that there are many."""
     queries, keys = draw(st.integers(1, 60)), draw(st.integers(1, 60))
     causal, window = draw(CAUSAL), draw(st.none() | st.tuples(SIDE, SIDE))
     mask, group, blocks = _masks.make(queries, keys, causal, window), draw(st.integers(1, 3)), draw(st.integers(1, 9))
     tile_q, tile_k = draw(st.sampled_from((1, 2, 3, 8))), draw(st.sampled_from((1, 2, 3, 8)))
     query_tiles, key_tiles = -(-queries // tile_q), -(-keys // tile_k)
-    problem = SimpleNamespace(queries=queries, keys=keys, mask=mask)
+    heads = draw(st.integers(1, 4))
+    problem = SimpleNamespace(queries=queries, keys=keys, mask=mask, key_heads=heads)
+    variant = SimpleNamespace(engine=draw(st.sampled_from(("portable", "sm90"))), tile_q=tile_q, tile_k=tile_k)
+    passes = _plan._passes(problem, variant, key_tiles, blocks)
     return SimpleNamespace(
         **vars(problem), **_plan._shifts(problem), group=group, blocks=blocks, tile_q=tile_q, tile_k=tile_k,
-        query_tiles=query_tiles, key_tiles=key_tiles, cyclic=mask.name == "full",
-        chunk=-(-key_tiles // -(-key_tiles // blocks)),
+        query_tiles=query_tiles, key_tiles=key_tiles, cyclic=mask.name == "full", passes=passes,
+        section=_plan._section_of_heads(mask, passes, key_tiles, blocks),
     )  # fmt: skip
 
 
+def wave_of(order, index):
+    """Twin of `wave_of` in kernels/visits.cuh: (first head, heads, pass, first item, one past the last)."""
+    first_head = index // (order.section * order.key_tiles) * order.section
+    heads = min(order.section, order.key_heads - first_head)
+    end, number = first_head * order.key_tiles, -1
+    while end <= index:
+        number += 1
+        first, end = end, end + heads * len(range(number, order.key_tiles, order.passes))
+    return first_head, heads, number, first, end
+
+
 def visits_of(order, index):
-    """Twin of `locate_item`, `Visit` and `turn_of` in kernels/visits.cuh: (key tile, [(head, query tile, turn)])."""
+    """Twin of `locate_item`, `Visit` and `turn_of` there: (key head, key tile, [(head, query tile, turn)])."""
 
     def clamp(value, high):
         return min(max(value, 0), high)
 
-    key_tile = index
+    def tiles_before(tiles):  # of passes before this one
+        return sum(tile % order.passes < number for tile in range(tiles))
+
+    first_head, heads, number, first_item, _ = wave_of(order, index)
+    rank, head = divmod(index - first_item, heads)
+    key_head, key_tile = first_head + head, number + rank * order.passes
+    here = len(range(number, order.key_tiles, order.passes))
     if order.cyclic:
         first, end, visits = 0, order.query_tiles, order.group * order.query_tiles
-        chunk_first = key_tile // order.chunk * order.chunk
-        here = min(order.key_tiles - chunk_first, order.chunk)
-        head, tile = divmod((key_tile - chunk_first) * visits // here, order.query_tiles)
+        head, tile = divmod(rank * visits // here, order.query_tiles)
     else:
-        key_tile = order.key_tiles - 1 - key_tile
         last_key = clamp((key_tile + 1) * order.tile_k, order.keys) - 1
         first = clamp(key_tile * order.tile_k - order.end_shift + 1, order.queries)
         end = clamp(last_key - order.first_shift + 1, order.queries)
@@ -1074,26 +1092,28 @@ def visits_of(order, index):
     for _ in range(visits):
         if order.cyclic:
             place = head * order.query_tiles + tile
-            rank = ((place + 1) * here + visits - 1) // visits - 1 - (key_tile - chunk_first)
-            turn = chunk_first + (rank + here if rank < 0 else rank)
+            later = ((place + 1) * here + visits - 1) // visits - 1 - rank
+            turn = tiles_before(order.key_tiles) + (later + here if later < 0 else later)
         else:
             last_row = clamp((tile + 1) * order.tile_q, order.queries) - 1
-            turn = (clamp(last_row + order.end_shift, order.keys) - 1) // order.tile_k - key_tile
+            low = clamp(tile * order.tile_q + order.first_shift, order.keys) // order.tile_k
+            high = (clamp(last_row + order.end_shift, order.keys) - 1) // order.tile_k + 1
+            turn = tiles_before(high) - tiles_before(low) + (high - 1 - key_tile) // order.passes
         made.append((head, tile, turn))
         tile += 1
         if tile == end:
             tile, head = first, (head + 1) % order.group
-    return key_tile, made
+    return key_head, key_tile, made
 
 
 @settings(max_examples=1000)
 @given(orders())
 def test_turns_of_a_query_tile_are_those_of_its_visitors(order):
     """Every pair of tiles with something to see meets once, and its turns are 0, 1, 2, ... without a gap."""
-    turns, items = {}, [visits_of(order, index) for index in range(order.key_tiles)]
-    assert sorted(key_tile for key_tile, _ in items) == list(range(order.key_tiles))
-    for key_tile, made in items:
-        for head, tile, turn in made:
+    turns, items = {}, [visits_of(order, index) for index in range(order.key_heads * order.key_tiles)]
+    assert sorted(item[:2] for item in items) == list(np.ndindex(order.key_heads, order.key_tiles))
+    for key_head, key_tile, made in items:
+        for head, tile, turn in made if key_head == 0 else ():
             turns.setdefault((head, tile), {})[key_tile] = turn
     for visitors in turns.values():
         assert sorted(visitors.values()) == list(range(len(visitors)))
@@ -1110,10 +1130,11 @@ def test_turns_of_a_query_tile_are_those_of_its_visitors(order):
 
 
 @settings(max_examples=200)
-@given(orders(), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_turns_end_whatever_the_speed_of_blocks(order, heads, random):
-    """As many blocks as a plan's grid, each of which draws the next item when it has done with one."""
-    items = [(head, *visits_of(order, index)) for head in range(heads) for index in range(order.key_tiles)]
+@given(orders(), st.randoms(use_true_random=False))
+def test_turns_end_whatever_the_speed_of_blocks(order, random):
+    """As many blocks as a plan's grid, each of which draws its next item when it has done with one."""
+    items = [visits_of(order, index) for index in range(order.key_heads * order.key_tiles)]
+    assert all(wave_of(order, n)[4] - wave_of(order, n)[3] <= order.blocks for n in range(len(items)))
     ticket, counters = iter(items), Counter()
     blocks = [None] * min(order.blocks, len(items))
     for _ in range(10**6):
