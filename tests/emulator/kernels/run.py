@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 from emulator.tensor_map import encode, encode_by_driver  # noqa: E402
 
-from cuflash import _variant, _wgmma  # noqa: E402
+from cuflash import _compile, _variant, _wgmma  # noqa: E402
 
 EXPECTED = HERE.parent / "expected" / "sm90.npz"
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -317,12 +317,12 @@ def on_device(case):
     import cupy
 
     options = ("-std=c++17", "-arch=sm_90a")
-    module = cupy.RawModule(code=case.text(), options=options, enable_cooperative_groups=case.grid > 1)
-    kernel = module.get_function(case.kernel)
+    kernel = cupy.RawModule(code=case.text(), options=options).get_function(case.kernel)
     kernel.max_dynamic_shared_size_bytes = shared = case.constants["SHARED_BYTES"]
-    memory = {name: cupy.asarray(array.view(np.uint8).reshape(-1)) for name, array in case.arrays.items()}
+    memory = {name: cupy.asarray(np.frombuffer(array.tobytes(), np.uint8)) for name, array in case.arrays.items()}
     args = case.packed(lambda name: memory[name].data.ptr, encode_by_driver)
-    kernel((case.grid,), (case.threads,), (np.void(args),), shared_mem=shared)
+    launch = _compile.cooperative(kernel) if case.grid > 1 else kernel
+    launch((case.grid,), (case.threads,), (np.void(args),), shared_mem=shared)
     cupy.cuda.Device().synchronize()
     return {name: memory[name].get().view(x.dtype).reshape(x.shape) for name, x in case.results.items()}
 
