@@ -1309,6 +1309,9 @@ def test_explain_says_what_would_run_and_why():
         assert plan.engine == "portable" and "sm_90" in plan.reason and not written
         assert cuflash.explain("forward", *arrays, engine="portable").reason == "asked for"
         assert plan.steps[0].variant.name in str(plan) and "\n" not in str(plan)
+        plan = cuflash.explain("backward", arrays[0], *arrays, arrays[0], on_gpu(2, 4))
+        assert [step.variant.kernel for step in plan.steps] == ["backward_rows", "backward", "backward_finish"]
+        assert plan.variant.kernel == "backward" and not written
     assert cuflash.explain("backward", QKV[0], *QKV, QKV[0], LSE).engine == "numpy"
     assert cuflash.explain("decode", Q, CACHE, CACHE, lengths=LENGTHS).engine == "numpy"
 
