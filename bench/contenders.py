@@ -4,7 +4,7 @@ A contender has a ``name``; ``missing()``, which says why it cannot run here, or
 entered around each of its runs; and ``prepare(case, q, k, v)``, which gives a callable that computes the answer, an
 array or tensor (..., heads, queries, value_dim), or raises ``Unfit`` with the reason. For gradients there is
 ``prepare_backward(case, dout, q, k, v)``, whose callable gives dq, dk and dv; what that keeps of a forward pass is made
-beforehand.
+beforehand. What cannot live in this process, such as JAX, has ``child(case)``: see there.
 
 Private ones live in a folder named by the environment variable ``CUFLASH_CONTENDERS``: each ``*.py`` there that
 defines ``contenders()``, a function that returns such objects.
@@ -44,6 +44,13 @@ class Contender:
     def prepare_backward(self, case, dout, q, k, v):
         """Give a callable without arguments that computes the case's gradients."""
         raise Unfit(f"does not compute {case.what}")
+
+    def child(self, case):
+        """Give None or, where the case is for a process of its own, a context manager of that process.
+
+        Its value ``run(calls)`` has the process compute the case so many times, on numbers that it has drawn and with
+        an answer that it has checked, and gives the milliseconds of one by the clock.
+        """
 
 
 def to_torch(array):

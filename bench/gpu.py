@@ -54,6 +54,13 @@ def variant_of(function, *arrays, **keywords):
     return variant and variant.name
 
 
+def fewest_keys(variant):
+    """Keys from which on a plan takes a variant."""
+    tiles = _plan.HOPPER_LONG_TILES.get((variant.head_dim, variant.value_dim), ())
+    long = variant.kernel == "forward_sm90" and tiles[:2] == (variant.tile_q, variant.tile_k)
+    return _plan.LONG if long else 0
+
+
 def backward_unordered(dout, q, k, v, out, lse, **keywords):
     """A prepared call of backward whose sums of dq take no turns: what turns cost is the difference."""
     problem = _problem.backward(dout, q, k, v, out, lse, **(DEFAULTS["backward"] | keywords))

@@ -100,6 +100,13 @@ class Inputs:
             for arrays in self.drawn[key]
         )
 
+    def synchronize(self):
+        """Wait for what the engine has been given."""
+        if self.on_gpu:
+            import cupy
+
+            cupy.cuda.get_current_stream().synchronize()
+
     def _draw(self, dtype, size, count):
         rng = np.random.default_rng(2205)
         host = [rng.standard_normal(size, dtype=np.float32) for _ in range(count)]
@@ -182,9 +189,12 @@ def measure(case, options, inputs, rivals, timer):
         error = error_over_bound(case, host, out)
     if not error <= 1:
         raise ArithmeticError(f"error over bound is {error}")
-    calls, scopes, extras = {"ours": ours}, {}, {}
+    calls, scopes, extras, children = {"ours": ours}, {}, {}, {}
     for name, contender in rivals.items():
         try:
+            children[name] = contender.child(case)
+            if children[name] is not None:
+                continue
             prepare = contender.prepare_backward if case.what == "backward" else contender.prepare
             call = prepare(case, *given[: len(arrays)])
             with contender.scope():
@@ -201,6 +211,17 @@ def measure(case, options, inputs, rivals, timer):
     rounds = timing.interleave(
         timer, calls, rounds=options.rounds, launches=options.launches, warmup=3 if inputs.on_gpu else 0, scopes=scopes
     )
+    walls = {}  # ours, beside contenders in processes of their own
+    for name, child in children.items():
+        if child is None:
+            continue
+        try:
+            with child as run_there:
+                walls[name], rounds[name] = timing.by_wall_clock(
+                    ours, run_there, rounds=options.rounds, synchronize=inputs.synchronize
+                )
+        except Exception as error_theirs:
+            print(f"  {name} left out: {type(error_theirs).__name__}: {str(error_theirs).splitlines()[:1]}")
     ms = statistics.median(rounds["ours"])
     theirs = {name: rounds.get(name) for name in rivals}
     rival = options.rival or next(iter(options.contenders), None)
@@ -216,8 +237,11 @@ def measure(case, options, inputs, rivals, timer):
         error_over_bound=error,
         contenders={name: figures and statistics.median(figures) for name, figures in theirs.items()},
         rival=rival,
-        ratios={name: figures and timing.ratio(rounds["ours"], figures) for name, figures in theirs.items()},
+        ratios={
+            name: figures and timing.ratio(walls.get(name, rounds["ours"]), figures) for name, figures in theirs.items()
+        },
         rounds=rounds,
+        wall_rounds=walls,
         launches=options.launches,
         contender_bytes={name: held for name, held in extras.items() if held is not None},
         cold=inputs.on_gpu and not options.warm,

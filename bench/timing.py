@@ -83,6 +83,22 @@ def interleave(timer, calls, *, rounds=5, launches=20, warmup=3, scopes=None):
     return medians
 
 
+def by_wall_clock(call, child, *, rounds=5, calls=20, synchronize=lambda: None, clock=time.perf_counter):
+    """Milliseconds of each round of ours and of a contender in a process of its own, back to back, by the clock."""
+    ours, theirs = [], []
+    for _ in range(3):
+        call()
+    for _ in range(rounds):
+        synchronize()
+        begin = clock()
+        for _ in range(calls):
+            call()
+        synchronize()
+        ours.append((clock() - begin) / calls * 1e3)
+        theirs.append(child(calls))
+    return ours, theirs
+
+
 def ratio(ours, theirs):
     """Median over rounds of theirs / ours: above 1 where ours is faster."""
     return statistics.median(their / our for our, their in zip(ours, theirs, strict=True))

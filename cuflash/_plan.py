@@ -524,8 +524,8 @@ def _backward(problem, limits, engine, reason, variant, parts):
 
 
 def _passes(problem, variant, key_tiles, blocks):
-    """Passes over the tiles of keys of a head, a power of two: what keeps neighbours apart for as many visits as handing
-    a turn on takes, so long as the heads fill the device all the same; and no more tiles in one than there are blocks.
+    """Passes over the tiles of keys of a head, a power of two: what keeps neighbours apart for as many visits as
+    handing a turn on takes, so long as the heads fill the device all the same; and no more tiles in one than blocks.
 
     It decides the order of sums, so batches have no say in it.
     """
@@ -539,7 +539,7 @@ def _passes(problem, variant, key_tiles, blocks):
 
 
 def _section_of_heads(mask, passes, key_tiles, blocks):
-    """Heads whose passes are one: as many as there are blocks for. Where tiles are alike and passes single, one by one."""
+    """Heads whose passes are one: as many as there are blocks for. Where tiles are alike and passes single, 1."""
     return 1 if mask.name == "full" and passes == 1 else max(blocks // -(-key_tiles // passes), 1)
 
 

@@ -198,7 +198,8 @@ def python_backward_kernel(variant, written):
             assert not memory(args["suspects"], (args["items"],), (4,), np.dtype(np.int32)).any()
             turns[0] = args["items"]
             section = min(args["section"], args["items"] // args["key_tiles"])
-            assert section * -(-args["key_tiles"] >> args["passes_log2"]) <= max(grid[0], 1), "a wave is more than a grid"
+            wave = section * -(-args["key_tiles"] >> args["passes_log2"])
+            assert wave <= max(grid[0], 1), "a wave is more than a grid"
         for batch, key_head in np.ndindex(batches, key_heads):
             place = *divmod(batch, args["batches1"]), key_head
             k, v = matrix("k", place, keys, head_dim), matrix("v", place, keys, value_dim)

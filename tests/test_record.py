@@ -1,6 +1,7 @@
 """The record and the arithmetic of the benchmarks: nothing here needs a GPU."""
 
 import collections
+import contextlib
 import hashlib
 import json
 import subprocess
@@ -350,6 +351,13 @@ def fuzz_on_the_host(monkeypatch, variants):
     return total
 
 
+def test_fuzz_aims_at_tiles_for_many_keys(h200):
+    for variant in filter(gpu.fewest_keys, _plan.variants(H200)):
+        for seed in range(4):
+            q, k, v = fuzz.draw(variant, seed)[0].operands()
+            assert q.shape[-2] < 1000 and k.shape[-2] >= gpu.fewest_keys(variant)
+
+
 def test_fuzz_draws_what_it_aims_at(monkeypatch, h200):
     total = fuzz_on_the_host(monkeypatch, VARIANTS)
     assert total.messages == [] and total.failures == 0 and 0 < total.worst <= 1
@@ -404,3 +412,23 @@ def test_seeds_are_problems_of_their_own():
     drawn = [fuzz.draw(VARIANTS[0], seed)[0] for seed in (1, 1, 2)]
     shapes = [[(base.shape, base.tobytes()) for base in example.bases] for example in drawn]
     assert shapes[0] == shapes[1] != shapes[2]
+
+
+def test_a_contender_in_another_process_is_timed_by_the_clock(tmp_path, monkeypatch, capsys):
+    class Away(contenders.Contender):
+        name = "away"
+
+        @contextlib.contextmanager
+        def child(self, case):
+            yield lambda calls: 1e3 * calls
+
+    monkeypatch.setattr(contenders, "found", lambda: {"away": Away()})
+    small = ["--engine", "numpy", "--dtype", "float32", "--head-dim", "8", "--length", "32", "--tokens", "32"]
+    for what in ("forward", "backward"):
+        path = tmp_path / f"{what}.json"
+        words = [what, *small, "--width", "16", "--mask", "causal", "--contenders", "away", "--json", str(path)]
+        assert run.main(words) == 0
+        (row,) = json.loads(path.read_text())["cases"]
+        assert row["what"] == what and row["error_over_bound"] <= 1
+        assert row["contenders"] == {"away": 2e4} and len(row["wall_rounds"]["away"]) == 5
+        assert row["ratios"]["away"] > 1 and row["reproducible"] == (True if what == "backward" else None)
