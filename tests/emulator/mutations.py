@@ -404,15 +404,15 @@ MUTATIONS = (
         "cp_async_wait_group<1>();\n            sync_threads();  // the tiles are", LONG,
     ),
     in_backward(
-        "keys_overwritten_while_dq_reads_them", "sync_threads();  // all have left the keys and added their last sums",
+        "gradients_read_without_barrier", "sync_threads();  // the tiles are full",
         "", LONG,
     ),
-    in_backward("first_sums_added", "ORDERED && listed().turn == 0", "ORDERED && listed().turn == 1", LONG),
+    in_backward("first_sums_added", "listed(visit(1)).turn == 0", "listed(visit(1)).turn == 1", LONG),
     in_backward(
-        "turn_not_awaited", "while (ORDERED && turns < listed().turn) turns = turns_had();", "", LONG,
+        "turn_not_awaited", "while (ORDERED && turns < listed(visit(1)).turn) turns = turns_had();", "", LONG,
     ),
     in_backward(
-        "visits_listed_half_a_list_early", "listed_index()), shared, n + WARP / 2);", "listed_index()), shared, n);",
+        "visits_listed_half_a_list_early", "work().index), shared, n + WARP / 2);", "work().index), shared, n);",
         VISITED,
     ),
     in_backward(
