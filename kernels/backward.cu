@@ -1,21 +1,21 @@
 // dk and dv, and the sums that dq is made of, for 16-bit elements, on any GPU since sm_80.
 //
-//   p = exp2(scale_log2 q k^T - row_lse)                  (queries, keys)
-//   ds = p (dout v^T - row_delta)                         row_delta = sum(dout out) - dlse, of each row
-//   dv = p^T dout    dk = scale ds^T q    dq = scale ds k
+//   p = exp2(scale_log2 q k^T - row_lse)    ds = p (dout v^T - row_delta)    row_delta = sum(dout out) - dlse
+//   dv = p^T dout                           dk = scale ds^T q                dq = scale ds k
 //
-// A block owns TILE_K keys of a key head and visits the tiles of TILE_Q query rows that see some of them, of all heads of
-// the group. Scores are computed transposed, a warp's rows being keys: then p^T and ds^T leave the tensor cores in the
-// layout of the A operands of dv and dk, which stay in registers from the first visit to the last. A warp owns KEY_ROWS
-// keys. Where dk and dv of these are too wide for its registers, MATES warps own them: each has a part of the queries
-// while scores are computed, a part of the columns while dk and dv are, and p^T goes from one to the other through shared
-// memory. ds^T always does: dq of the tile takes it from all warps, and goes to memory at once, to be added to what other
-// blocks have for these rows, in a fixed order (visits.cuh). q and dout come by cp.async: with two STAGES the next tile
-// arrives while one is worked on, with one while dq is.
+// A block owns TILE_K keys of a key head at a time and visits the tiles of TILE_Q query rows that see some of them, of
+// all heads of the group (visits.cuh). Scores are computed transposed, a warp's rows being keys: so p^T and ds^T leave
+// the tensor cores in the layout of the A operands of dv and dk, which stay in registers from the first visit to the
+// last. A warp owns KEY_ROWS keys; where their dk and dv are too wide for its registers, MATES warps do: each has a
+// part of the queries while scores are computed and a part of the columns while dk and dv are, and takes p^T and ds^T
+// of the others' queries from shared memory. There ds^T goes anyway, for dq, which needs that of all keys: a warp
+// computes some rows and columns of dq and adds them to dq_sum when the block's turn has come. q and dout arrive by
+// cp.async: with two STAGES beside the visit before, with one beside its dq.
 //
-// What limits speed: shared memory reads about as much as the tensor cores, and what either waits for between the two
-// barriers of a visit. A warp's B operand serves 32 rows, so that a product reads 128 bytes for each of the 128 clocks
-// ... 
+// What limits speed: shared memory, and the tensor cores close behind. At head_dim 128 a visit reads and writes 600 KB
+// of it, 4,700 clocks at 128 bytes each, and takes 2,560 products of 16 x 8 x 16, 4,100 clocks on Hopper. The
+// exponentials run beside the product with v. Turns cost next to nothing while blocks keep their distance: sums are
+// sent off to be added, the counter is looked at a product ahead and raised a product after, when they have arrived.
 #include "backward_args.cuh"
 #include "mask.cuh"
 #include "ptx.cuh"
@@ -55,7 +55,7 @@ constexpr int LISTED = 2 * WARP;  // visits
 // What a block is working on.
 struct alignas(16) Work {
     const char *q, *dout;  // row 0 of the group's first head
-    int first_tile;        // tile 0 of that head, among those of all heads, which an int counts: each has a turn counter
+    int first_tile;        // tile 0 of that head, among those of all heads (an int counts them: each has a counter)
     int index;             // of the item
     int visits;
     int key;               // first of the tile
@@ -84,7 +84,8 @@ struct Shared {
     float rows[STAGES][2][TILE_Q];                            // row_lse, row_delta
     Listed list[LISTED];
     Work work;
-    int next;  // item
+    int next;   // item
+    int visits[2];  // the number of the visit, up to its second barrier and from there on: registers are short
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles and lists take");
 constexpr int KEY_START = OFFSET_OF(Shared, keys), VALUE_START = OFFSET_OF(Shared, values);
@@ -92,6 +93,7 @@ constexpr int QUERY_START = OFFSET_OF(Shared, queries), DOUT_START = OFFSET_OF(S
 constexpr int SLOPE_START = OFFSET_OF(Shared, slopes), WEIGHT_START = OFFSET_OF(Shared, weights);
 constexpr int ROW_START = OFFSET_OF(Shared, rows), LIST_START = OFFSET_OF(Shared, list);
 constexpr int WORK_START = OFFSET_OF(Shared, work), NEXT_START = OFFSET_OF(Shared, next);
+constexpr int VISIT_START = OFFSET_OF(Shared, visits);
 
 using Scores = float[BLOCKS][QUERIES / 8][4];
 using Pairs = uint32[QUERIES / 16][BLOCKS][4];  // the same of 16 bits: A operands
@@ -107,8 +109,9 @@ __device__ __forceinline__ char* turn_counter(const Args& args, int tile) {
     return args.turns + COUNTERS + static_cast<int64>(tile) * sizeof(int);
 }
 
-// A warp looks up 32 visits at once, one a lane.
-__device__ __forceinline__ void list_visits(const Args& args, const Mask& mask, const Item& item, uint32 shared, int n) {
+// A warp looks up 32 visits at once, one a lane, from the n-th on.
+__device__ __forceinline__ void list_visits(const Args& args, const Mask& mask, const Item& item, uint32 shared,
+                                            int n) {
     n += lane_index();
     if (n >= item.span.visits) return;
     Listed listed;
@@ -139,7 +142,9 @@ __device__ __forceinline__ void load_rows(const Args& args, uint32 shared, int n
     if (thread < 2 * CHUNKS) {
         const char* from = thread < CHUNKS ? args.row_lse : args.row_delta;
         cp_async_16(shared + ROW_START + stage * (2 * TILE_Q * sizeof(float)) + thread * CHUNK,
-                    from + static_cast<int64>(tile_of(args, shared, visit)) * (TILE_Q * sizeof(float)) + thread % CHUNKS * CHUNK, true);
+                    from + static_cast<int64>(tile_of(args, shared, visit)) * (TILE_Q * sizeof(float)) +
+                        thread % CHUNKS * CHUNK,
+                    true);
     }
 }
 
@@ -176,34 +181,55 @@ __device__ __forceinline__ void for_each(Function f) {
     }
 }
 
-// Numbers of the rows of q that are this thread's columns.
-__device__ __forceinline__ void load_columns(float (&numbers)[QUERIES / 8][2], uint32 address) {
+// Numbers of the query rows that are this thread's columns; `rows` is where that of the first lies.
+struct Columns {
+    Two numbers[QUERIES / 8];
+    __device__ __forceinline__ explicit Columns(uint32 rows) {
 #pragma unroll
-    for (int n = 0; n < QUERIES / 8; ++n) {
-        const Two two = load_shared<Two>(address + 8 * n * sizeof(float));
-        numbers[n][0] = two.values[0], numbers[n][1] = two.values[1];
+        for (int n = 0; n < QUERIES / 8; ++n) numbers[n] = load_shared<Two>(rows + 8 * n * sizeof(float));
     }
-}
+    __device__ __forceinline__ float operator()(int n, int e) const { return numbers[n].values[e % 2]; }
+};
 
-// Writes 16 x 8 elements of a part of a tile; `lane` is where the part's first go.
-__device__ __forceinline__ void store_pair(uint32 base, uint32 lane, int block, int n, const uint32 (&operand)[4]) {
+// Two neighbours of an accumulator in their place of an A operand.
+__device__ __forceinline__ void pack(Pairs& pairs, int block, int n, int half, float low, float high) {
+    pairs[n / 2][block][n % 2 * 2 + half] = cvt_pair(Element{}, low, high);
+}
+// Writes 16 x 8 elements of these to a tile; `lane` is where the first of this thread go.
+__device__ __forceinline__ void store_pairs(uint32 lane, int block, int n, const Pairs& pairs) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        store_shared(base + PairTile::step(lane, 16 * block + 8 * half, n), operand[n % 2 * 2 + half]);
+        store_shared(PairTile::step(lane, 16 * block + 8 * half, n), pairs[n / 2][block][n % 2 * 2 + half]);
     }
 }
 
-// sums (KEY_ROWS x this warp's columns) += pairs (KEY_ROWS x QUERIES) rows, from row `query` of a tile of COLUMNS on.
-template <int COLUMNS, typename LoadPairs>
-__device__ __forceinline__ void add_product(float (&sums)[BLOCKS][COLUMNS / 8 / MATES][4], LoadPairs load_pairs, uint32 rows,
+// A operands: those of a tile, from where a lane's first lies; a warp's own, in its registers.
+template <int COLUMNS>
+struct TileOperands {
+    uint32 lane;
+    __device__ __forceinline__ void operator()(uint32 (&a)[4], int block, int k) const {
+        ldmatrix_x4(a, Tile<COLUMNS>::step(lane, 16 * block, 2 * k));
+    }
+};
+struct OwnOperands {
+    const Pairs& pairs;
+    __device__ __forceinline__ void operator()(uint32 (&a)[4], int block, int k) const {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[e] = pairs[k][block][e];
+    }
+};
+
+// sums (KEY_ROWS x this warp's columns) += a (KEY_ROWS x QUERIES) b, b from row `query` of a tile of COLUMNS on.
+template <int COLUMNS, typename LoadA>
+__device__ __forceinline__ void add_product(float (&sums)[BLOCKS][COLUMNS / 8 / MATES][4], LoadA load_a, uint32 b,
                                             uint32 lane, int query) {
 #pragma unroll
     for (int step = 0; step < QUERIES / 16; ++step) {
         uint32 a[BLOCKS][4];
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) load_pairs(a[block], step, block);
+        for (int block = 0; block < BLOCKS; ++block) load_a(a[block], block, step);
         multiply_add<Element, BLOCKS, COLUMNS / 8 / MATES, COLUMNS, 2 * MATES>(
-            sums, a, rows + query * Tile<COLUMNS>::PITCH, lane, 16 * step);
+            sums, a, b + query * Tile<COLUMNS>::PITCH, lane, 16 * step);
     }
 }
 
@@ -245,20 +271,32 @@ __device__ __forceinline__ void store_rows(uint32 base, char* rows, int64 stride
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_backward(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    cuflash_backward(const __grid_constant__ Args args) {
     const uint32 shared = shared_memory();
     const Mask mask(args.keys, args.first_shift, args.end_shift);
+    // Registers are short: what is soon found is found anew where it is used.
     auto first_thread = [] { return fresh_thread_index() == 0; };
+    auto last_warp = [] { return warp_index() == WARPS - 1; };
+    auto mate = [] { return warp_index() % MATES; };
+    auto key_row = [] { return warp_index() / MATES * KEY_ROWS; };
+    auto work = [=] { return load_shared<Work>(shared + WORK_START); };
+    auto listed = [=](int n) { return load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed)); };
+    auto visit = [=](int half) { return load_shared<int>(shared + VISIT_START + half * sizeof(int)); };
+    auto set_visit = [=](int half, int n) {
+        if (first_thread()) store_shared(shared + VISIT_START + half * sizeof(int), n);
+    };
+    auto queries = [=](int n) { return shared + QUERY_START + n % STAGES * (TILE_Q * QueryTile::PITCH); };
+    auto douts = [=](int n) { return shared + DOUT_START + n % STAGES * (TILE_Q * ValueTile::PITCH); };
+    auto lane_dk = [=] { return lane_of_a<HEAD_DIM>(2 * mate()); };  // where a lane finds the columns it has
+    auto lane_dv = [=] { return lane_of_a<VALUE_DIM>(2 * mate()); };
     auto draw = [&] {
         if (first_thread()) store_shared(shared + NEXT_START, atomic_add(args.turns + TICKET, 1));
     };
-
-    // Facts of the warp, each found anew where it is used rather than in registers all along.
-    auto mate = [] { return warp_index() % MATES; };
-    auto key_row = [] { return warp_index() / MATES * KEY_ROWS; };
-    auto last_warp = [] { return warp_index() == WARPS - 1; };
-    auto listed_index = [&] { return load_shared<Work>(shared + WORK_START).index; };
-    auto visits = [&] { return load_shared<Work>(shared + WORK_START).visits; };
+    auto counter = [&](int n) { return turn_counter(args, tile_of(args, shared, listed_visit(shared, n))); };
+    auto release = [&](int n) {
+        if (ORDERED && first_thread()) add_release(counter(n), 1);
+    };
 
     draw();
     for (;;) {
@@ -269,10 +307,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
             const Item item = locate_item(args, mask, index);
             const int key = item.key_tile * TILE_K, head = item.key_head * args.group;
             if (first_thread()) {
-                store_shared(shared + WORK_START,
-                             Work{args.q + args.q_strides.offset(item.batch0, item.batch1, head),
-                                  args.dout + args.dout_strides.offset(item.batch0, item.batch1, head),
-                                  (item.batch * args.heads + head) * args.query_tiles, index, item.span.visits, key});
+                Work work;
+                work.q = args.q + args.q_strides.offset(item.batch0, item.batch1, head);
+                work.dout = args.dout + args.dout_strides.offset(item.batch0, item.batch1, head);
+                work.first_tile = (item.batch * args.heads + head) * args.query_tiles;
+                work.index = index;
+                work.visits = item.span.visits;
+                work.key = key;
+                store_shared(shared + WORK_START, work);
             }
             if (item.span.visits > 0) {
                 TileCopy<TILE_K, HEAD_DIM, THREADS>::copy(
@@ -285,56 +327,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                     args.v_strides.row, args.value_dim, 0, args.keys - key);
                 if (last_warp()) list_visits(args, mask, item, shared, 0);
             }
+            set_visit(0, 0);
             sync_threads();  // the list is there
             if (item.span.visits > 0) load_rows(args, shared, 0);
             cp_async_commit_group();
         }
 
         float dk[BLOCKS][HEAD_DIM / 8 / MATES][4] = {}, dv[BLOCKS][VALUE_DIM / 8 / MATES][4] = {};
-        auto release = [&](int n) {
-            if (ORDERED && first_thread()) add_release(turn_counter(args, tile_of(args, shared, listed_visit(shared, n))), 1);
-        };
-#pragma unroll 1
-        for (int n = 0; n < visits(); ++n) {
+        for (;;) {
             cp_async_wait_group<0>();
             sync_threads();  // the tiles are here for all warps, and all have left what is filled next
-            if (STAGES == 2 && n + 1 < visits()) load_rows(args, shared, n + 1);
+            const int n = visit(0);
+            if (n >= work().visits) break;
+            if (STAGES == 2 && n + 1 < work().visits) load_rows(args, shared, n + 1);
             cp_async_commit_group();
             if (n % WARP == WARP / 2 && last_warp()) {
-                list_visits(args, mask, locate_item(args, mask, listed_index()), shared, n + WARP / 2);
+                list_visits(args, mask, locate_item(args, mask, work().index), shared, n + WARP / 2);
             }
-
-            auto listed = [&] { return load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed)); };
-            const uint32 queries = shared + QUERY_START + n % STAGES * (TILE_Q * QueryTile::PITCH);
-            const uint32 douts = shared + DOUT_START + n % STAGES * (TILE_Q * ValueTile::PITCH);
 #pragma unroll 1
             for (int part = 0; part < PARTS; ++part) {
                 const int query = (mate() * PARTS + part) * QUERIES;
-                const uint32 rows = shared + ROW_START + n % STAGES * (2 * TILE_Q * sizeof(float)) +
+                const uint32 rows = shared + ROW_START + visit(0) % STAGES * (2 * TILE_Q * sizeof(float)) +
                                     (query + lane_index() % 4 * 2) * sizeof(float);
                 auto seen = [&] {
-                    return Seen(args, mask, load_shared<Work>(shared + WORK_START).key + key_row(),
-                                listed().visit.tile * TILE_Q + query);
+                    return Seen(args, mask, work().key + key_row(), listed(visit(0)).visit.tile * TILE_Q + query);
                 };
+                const TileOperands<HEAD_DIM> keys{lane_of_a<HEAD_DIM>() + shared + KEY_START +
+                                                  key_row() * KeyTile::PITCH};
+                const TileOperands<VALUE_DIM> values{lane_of_a<VALUE_DIM>() + shared + VALUE_START +
+                                                     key_row() * ValueTile::PITCH};
+                const uint32 lane_pairs = lane_of_pair<TILE_Q>(query / 8) + shared + key_row() * PairTile::PITCH;
+
                 Scores p, dp;
-                const uint32 lane_k = lane_of_a<HEAD_DIM>() + KEY_START + key_row() * KeyTile::PITCH;
-                const uint32 lane_v = lane_of_a<VALUE_DIM>() + VALUE_START + key_row() * ValueTile::PITCH;
-                const uint32 lane_q = lane_of_b<HEAD_DIM>() + mate() * (PARTS * QUERIES) * QueryTile::PITCH;
-                const uint32 lane_dout = lane_of_b<VALUE_DIM>() + mate() * (PARTS * QUERIES) * ValueTile::PITCH;
                 multiply_transposed<Element, BLOCKS, QUERIES / 8, HEAD_DIM / 16, HEAD_DIM>(
-                    p,
-                    [&](uint32(&a)[4], int block, int k) {
-                        ldmatrix_x4(a, shared + KeyTile::step(lane_k, 16 * block, 2 * k));
-                    },
-                    queries + part * QUERIES * QueryTile::PITCH, lane_q);
+                    p, keys, queries(visit(0)) + query * QueryTile::PITCH, lane_of_b<HEAD_DIM>());
                 {
-                    float lse[QUERIES / 8][2];
-                    load_columns(lse, rows);
+                    const Columns lse(rows);
                     for_each([&](int block, int n, int e) {
-                        p[block][n][e] = fused_multiply_add(p[block][n][e], args.scale_log2, -lse[n][e % 2]);
+                        p[block][n][e] = fused_multiply_add(p[block][n][e], args.scale_log2, -lse(n, e));
                     });
                 }
-                if (!listed().plain) {  // hidden: p = 0; and no p above 1 of a coarse lse, but NaN stays NaN
+                if (!listed(visit(0)).plain) {  // hidden: p = 0; and no p above 1, of a coarse lse, but NaN stays NaN
                     const Seen is_seen = seen();
                     for_each([&](int block, int n, int e) {
                         float& x = p[block][n][e];
@@ -342,15 +375,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                         x = is_seen(block, e / 2, 8 * n + e % 2) ? at_most : -INFINITE;
                     });
                 }
+                if (part == PARTS - 1 && visit(0) > 0) release(visit(0) - 1);  // whose sums have long arrived
+
                 Pairs weights, slopes;
-                const uint32 lane_put = lane_of_pair<TILE_Q>(mate() * (PARTS * QUERIES / 8)) + key_row() * PairTile::PITCH;
                 multiply_transposed<Element, BLOCKS, QUERIES / 8, VALUE_DIM / 16, VALUE_DIM>(
-                    dp,
-                    [&](uint32(&a)[4], int block, int k) {
-                        ldmatrix_x4(a, shared + ValueTile::step(lane_v, 16 * block, 2 * k));
-                    },
-                    douts + part * QUERIES * ValueTile::PITCH, lane_dout,
-                    [&](int k) {  // p from the exponents, some for each step
+                    dp, values, douts(visit(0)) + query * ValueTile::PITCH, lane_of_b<VALUE_DIM>(), [&](int k) {
                         constexpr int STEPS = VALUE_DIM / 16, PIECES = BLOCKS * QUERIES / 8;
 #pragma unroll
                         for (int piece = k * PIECES / STEPS; piece < (k + 1) * PIECES / STEPS; ++piece) {
@@ -359,64 +388,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                             for (int half = 0; half < 2; ++half) {
                                 float &low = p[block][n][2 * half], &high = p[block][n][2 * half + 1];
                                 low = ex2_approx(low), high = ex2_approx(high);
-                                weights[n / 2][block][n % 2 * 2 + half] = cvt_pair(Element{}, low, high);
+                                pack(weights, block, n, half, low, high);
                             }
-                            if (MATES > 1) store_pair(shared + WEIGHT_START, lane_put, block, n, weights[n / 2][block]);
+                            if (MATES > 1) store_pairs(lane_pairs + WEIGHT_START, block, n, weights);
                         }
                     });
-                auto own = [](const Pairs& pairs) {
-                    return [&](uint32(&a)[4], int step, int block) {
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) a[e] = pairs[step][block][e];
-                    };
-                };
-                add_product<VALUE_DIM>(dv, own(weights), douts, lane_of_a<VALUE_DIM>(2 * mate()), query);
-                if (part == PARTS - 1 && n > 0) release(n - 1);  // whose sums have long arrived
+                add_product<VALUE_DIM>(dv, OwnOperands{weights}, douts(visit(0)), lane_dv(), query);
                 {
-                    float delta[QUERIES / 8][2];
-                    load_columns(delta, rows + TILE_Q * sizeof(float));
-                    for_each([&](int block, int n, int e) { dp[block][n][e] = p[block][n][e] * (dp[block][n][e] - delta[n][e % 2]); });
+                    const Columns delta(rows + TILE_Q * sizeof(float));
+                    for_each([&](int block, int n, int e) {
+                        dp[block][n][e] = p[block][n][e] * (dp[block][n][e] - delta(n, e));
+                    });
                 }
-                if (!listed().plain) {
+                if (!listed(visit(0)).plain) {  // hidden: ds = 0, whatever the product
                     const Seen is_seen = seen();
                     for_each([&](int block, int n, int e) {
-                        float& x = dp[block][n][e];
-                        x = is_seen(block, e / 2, 8 * n + e % 2) ? x : 0.0f;
+                        dp[block][n][e] = is_seen(block, e / 2, 8 * n + e % 2) ? dp[block][n][e] : 0.0f;
                     });
                 }
                 for_each([&](int block, int n, int e) {
-                    if (e % 2 == 0) slopes[n / 2][block][n % 2 * 2 + e / 2] = cvt_pair(Element{}, dp[block][n][e], dp[block][n][e + 1]);
-                    if (e == 2) store_pair(shared + SLOPE_START, PairTile::step(lane_put, 0, part * (QUERIES / 8)), block, n, slopes[n / 2][block]);
+                    if (e % 2 == 1) pack(slopes, block, n, e / 2, dp[block][n][e - 1], dp[block][n][e]);
+                    if (e == 3) store_pairs(lane_pairs + SLOPE_START, block, n, slopes);
                 });
-                add_product<HEAD_DIM>(dk, own(slopes), queries, lane_of_a<HEAD_DIM>(2 * mate()), query);
+                add_product<HEAD_DIM>(dk, OwnOperands{slopes}, queries(visit(0)), lane_dk(), query);
             }
+            set_visit(1, visit(0));
             sync_threads();  // p^T and ds^T are here
-            if constexpr (MATES > 1) {
-                const uint32 lane_dk = lane_of_a<HEAD_DIM>(2 * mate()), lane_dv = lane_of_a<VALUE_DIM>(2 * mate());
-                auto mates = [&](uint32 base, int query) {
-                    const uint32 lane = lane_of_a<TILE_Q>(query / 8) + base + key_row() * PairTile::PITCH;
-                    return [=](uint32(&a)[4], int step, int block) {
-                        ldmatrix_x4(a, PairTile::step(lane, 16 * block, 2 * step));
-                    };
-                };
 #pragma unroll
-                for (int other = 1; other < MATES; ++other) {
-                    const int query = (mate() + other) % MATES * QUERIES;
-                    add_product<VALUE_DIM>(dv, mates(shared + WEIGHT_START, query), douts, lane_dv, query);
-                    add_product<HEAD_DIM>(dk, mates(shared + SLOPE_START, query), queries, lane_dk, query);
-                }
+            for (int other = 1; other < MATES; ++other) {
+                const int query = (mate() + other) % MATES * QUERIES;
+                const uint32 lane = lane_of_a<TILE_Q>(query / 8) + shared + key_row() * PairTile::PITCH;
+                const TileOperands<TILE_Q> weights{lane + WEIGHT_START}, slopes{lane + SLOPE_START};
+                add_product<VALUE_DIM>(dv, weights, douts(visit(1)), lane_dv(), query);
+                add_product<HEAD_DIM>(dk, slopes, queries(visit(1)), lane_dk(), query);
             }
             if constexpr (STAGES == 1) {
                 sync_threads();  // all have left the tiles
-                if (n + 1 < visits()) load_rows(args, shared, n + 1);
+                if (visit(1) + 1 < work().visits) load_rows(args, shared, visit(1) + 1);
                 cp_async_commit_group();
             }
 
-            auto turns_had = [&] {
-                return load_relaxed(turn_counter(args, tile_of(args, shared, listed_visit(shared, uniform(n)))));
-            };
+            auto turns_had = [&] { return load_relaxed(counter(uniform(visit(1)))); };
             int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
-            // The warp's queries of ds^T and columns of k; computed here rather than in registers all along.
             const int dq_mate = warp_index() % DQ_MATES, dq_row = warp_index() / DQ_MATES * DQ_ROWS;
             const uint32 lane_slopes = lane_of_b<TILE_Q>(dq_row / 8), lane_dq = lane_of_a<HEAD_DIM>(2 * dq_mate);
             float dq[DQ_BLOCKS][DQ_COLUMNS / 8][4] = {};
@@ -425,18 +438,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                 uint32 a[DQ_BLOCKS][4];
 #pragma unroll
                 for (int block = 0; block < DQ_BLOCKS; ++block) {
-                    ldmatrix_x4_trans(a[block], shared + SLOPE_START + PairTile::step(lane_slopes, 16 * step, 2 * block));
+                    ldmatrix_x4_trans(a[block],
+                                      shared + SLOPE_START + PairTile::step(lane_slopes, 16 * step, 2 * block));
                 }
                 multiply_add<Element, DQ_BLOCKS, DQ_COLUMNS / 8, HEAD_DIM, 2 * DQ_MATES>(dq, a, shared + KEY_START,
                                                                                         lane_dq, 16 * step);
             }
-            // Nothing is read that another block has written, so that no more is to be acquired: memory adds, and it has
+            // Nothing is read that another block has written, so that nothing is to be acquired: memory adds, and has
             // added what came before a counter that it shows.
-            while (ORDERED && turns < listed().turn) turns = turns_had();
-            if (n + 1 == visits()) draw();  // not before: a block that waits holds no item but its own
-            char* to = args.dq_sum + static_cast<int64>(tile_of(args, shared, listed().visit)) * (TILE_Q * HEAD_DIM * sizeof(float)) +
-                       (dq_row / 64 * (HEAD_DIM / 8) * 4 + 2 * dq_mate * 4 + dq_row % 64 / 16) * 512 + lane_index() * 16;
-            auto each_block = [&](auto put) {
+            while (ORDERED && turns < listed(visit(1)).turn) turns = turns_had();
+            if (visit(1) + 1 == work().visits) draw();  // not before: a block that waits holds no item but its own
+            const int64 tile = tile_of(args, shared, listed(visit(1)).visit);
+            char* to = args.dq_sum + tile * (TILE_Q * HEAD_DIM * sizeof(float)) + lane_index() * 16 +
+                       (dq_row / 64 * (HEAD_DIM / 8 * 4) + 2 * dq_mate * 4 + dq_row % 64 / 16) * 512;
+            auto send = [&](auto put) {
 #pragma unroll
                 for (int m = 0; m < DQ_COLUMNS / 8; ++m) {
 #pragma unroll
@@ -445,29 +460,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
                     }
                 }
             };
-            if (ORDERED && listed().turn == 0) {
-                each_block([](char* place, const float(&x)[4]) { store_global(place, Four{{x[0], x[1], x[2], x[3]}}); });
+            if (ORDERED && listed(visit(1)).turn == 0) {
+                send([](char* place, const float(&x)[4]) { store_global(place, Four{{x[0], x[1], x[2], x[3]}}); });
             } else {
-                each_block([](char* place, const float(&x)[4]) { add_global<VECTOR_ADDS>(place, x); });
+                send([](char* place, const float(&x)[4]) { add_global<VECTOR_ADDS>(place, x); });
             }
+            set_visit(0, visit(1) + 1);
         }
 
-        sync_threads();  // all have left the keys and added their last sums
-        if (visits() == 0) draw();
-        if (visits() > 0) release(visits() - 1);
-        const Item item = locate_item(args, mask, listed_index());  // again, rather than in registers all along
+        if (work().visits == 0) draw();
+        if (work().visits > 0) release(work().visits - 1);
+        const Item item = locate_item(args, mask, work().index);  // again, rather than in registers all along
         const int key = item.key_tile * TILE_K, keys = args.keys - key;
-        char* dk_rows = args.dk + args.dk_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.dk_strides.row;
-        char* dv_rows = args.dv + args.dv_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.dv_strides.row;
-        char* suspect = args.suspects +
-                        ((item.batch * (args.heads / args.group) + item.key_head) * args.key_tiles + item.key_tile) * sizeof(int);
+        auto rows_of = [&](char* base, const Strides& strides) {
+            return base + strides.offset(item.batch0, item.batch1, item.key_head) + key * strides.row;
+        };
+        char *const dk_rows = rows_of(args.dk, args.dk_strides), *const dv_rows = rows_of(args.dv, args.dv_strides);
+        const int64 head = item.batch * (args.heads / args.group) + item.key_head;
+        char* suspect = args.suspects + (head * args.key_tiles + item.key_tile) * sizeof(int);
         put<HEAD_DIM>(dk, args.scale, shared + KEY_START, args.dk_wide ? dk_rows : nullptr, args.dk_strides.row,
                       args.head_dim, keys, suspect);
         put<VALUE_DIM>(dv, 1.0f, shared + VALUE_START, args.dv_wide ? dv_rows : nullptr, args.dv_strides.row,
                        args.value_dim, keys, suspect);
         sync_threads();  // the tiles are full
-        if (!args.dk_wide) store_rows<HEAD_DIM>(shared + KEY_START, dk_rows, args.dk_strides.row, args.head_dim, keys);
-        if (!args.dv_wide) store_rows<VALUE_DIM>(shared + VALUE_START, dv_rows, args.dv_strides.row, args.value_dim, keys);
+        if (!args.dk_wide) {
+            store_rows<HEAD_DIM>(shared + KEY_START, dk_rows, args.dk_strides.row, args.head_dim, keys);
+        }
+        if (!args.dv_wide) {
+            store_rows<VALUE_DIM>(shared + VALUE_START, dv_rows, args.dv_strides.row, args.value_dim, keys);
+        }
     }
 }
 

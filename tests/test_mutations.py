@@ -1,6 +1,7 @@
 """Seeded mistakes in the kernels are caught on the emulator, and by nothing but the mistake."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
 
@@ -23,9 +24,16 @@ def overlays(request, emulator, tmp_path_factory):
     return folders
 
 
+@pytest.fixture(scope="module")
+def passes(emulator):
+    """Whether the kernels as they are pass what a mutation is tried on, which many mutations share."""
+    caught = cache(lambda clean: clean.caught(emulator.HERE))
+    return lambda mutation: caught(mutation.clean) is None
+
+
 @pytest.mark.parametrize("mutation", mutations.MUTATIONS, ids=lambda mutation: mutation.name)
-def test_mutation_is_caught(emulator, overlays, mutation, record_property):
+def test_mutation_is_caught(overlays, passes, mutation, record_property):
     said = mutation.caught(overlays[mutation.name])
     record_property("caught by", said)
     assert said, "nothing noticed"
-    assert mutation.caught(emulator.HERE) is None
+    assert passes(mutation)

@@ -9,6 +9,7 @@ import inspect
 import mmap
 import shutil
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from cuflash import _variant, bounds, testing
 from . import HERE, LIMITS, Emulator, EmulatorError
 
 SEEDS = range(3)
+MOST_EVENTS = 10**6  # the problems are small: blocks that wait longer wait for ever
 
 
 def check_far_rows(attention, recipe, xp=np, path=None):
@@ -72,6 +74,9 @@ class Mutation:
         Of `cuflash.testing`, or of its kind.
     engine : str
         "portable" or "sm90".
+    blocks : int
+        Multiprocessors of the emulated device. With 1, blocks that stay have all tiles to work on; mistakes in the
+        order between blocks need more.
     """
 
     name: str
@@ -81,6 +86,7 @@ class Mutation:
     recipe: testing.Recipe
     check: object = testing.check_bound
     engine: str = "portable"
+    blocks: int = 1
 
     @property
     def backward(self):
@@ -97,15 +103,17 @@ class Mutation:
         return folder
 
     def emulator(self, overlay, seed=0):
-        """One whose blocks, where they stay, have all tiles of rows to work on."""
-        return Emulator(seed, replace(LIMITS, processors=1), overlay, self.engine)
+        """One of a device with so many multiprocessors, which runs the kernels of an overlay."""
+        emulator = Emulator(seed, replace(LIMITS, processors=self.blocks), overlay, self.engine)
+        emulator.launch = partial(emulator.launch, most_events=MOST_EVENTS)
+        return emulator
 
     def run(self, overlay, seed):
         """What the check says about the kernels of an overlay: None where all is well."""
         emulator = self.emulator(overlay, seed)
         more = {"gradients": emulator.backward} if self.backward else {}
         try:
-            self.check(emulator.forward, self.recipe, np, f"portable {self.recipe.dtype}", **more)
+            self.check(emulator.forward, self.recipe, np, f"{self.engine} {self.recipe.dtype}", **more)
         except (AssertionError, EmulatorError) as error:
             return f"{'bound' if isinstance(error, AssertionError) else 'emulator'}: {str(error).splitlines()[0]}"
         return None
@@ -113,6 +121,21 @@ class Mutation:
     def caught(self, overlay):
         """What the first seed that notices anything says; None where none does."""
         return next(filter(None, (self.run(overlay, seed) for seed in SEEDS)), None)
+
+    @property
+    def clean(self):
+        """The same problem without a mistake: equal for all mutations that share it."""
+        return replace(self, name="", file="", old="", new="")
+
+
+def in_backward(name, old, new, recipe, check=testing.check_gradient_bound, file="backward.cu", **more):
+    """A mistake in gradients, by default in those of the portable engine's main kernel."""
+    return Mutation(name, file, old, new, recipe, check, **more)
+
+
+def in_backward_sm90(name, old, new, recipe, **more):
+    """A mistake in the main kernel of gradients on Hopper."""
+    return in_backward(name, old, new, recipe, file="backward_sm90.cu", engine="sm90", **more)
 
 
 # Three tiles of keys, the last of them part of one, and rows that see some; heads that share keys.
@@ -132,6 +155,20 @@ BOXED = replace(HOPPER, key_heads=3)  # heads are not packed, so that out leaves
 GRADIENT = replace(CAUSAL, value_dim=44, keys=130)
 UNSEEN_KEYS = replace(GRADIENT, causal="top-left", queries=100)
 SLIDING = replace(GRADIENT, queries=300, keys=300, heads=1, causal=False, window=(0, 0))
+# Several tiles of keys and of queries; all pairs seen; warps that share keys; many visits of one item; a section of
+# heads that is no whole one.
+LONG = replace(GRADIENT, queries=300, keys=300)
+ROUND = replace(LONG, queries=200, keys=400, causal=False)
+SHARED_KEYS = replace(GRADIENT, head_dim=72, value_dim=100, keys=150)
+VISITED = replace(GRADIENT, heads=18, queries=70, keys=70)
+THREE_HEADS = replace(GRADIENT, heads=3, key_heads=3)
+
+# On Hopper: three tiles of keys and of queries; the same seen whole, and in part; columns of dq in two panels; roles.
+HOPPER_GRADIENT = replace(GRADIENT, queries=300, keys=300, head_dim=64, value_dim=64)
+HOPPER_ROUND = replace(HOPPER_GRADIENT, causal=False)
+HOPPER_WINDOW = replace(HOPPER_GRADIENT, causal=False, window=(100, 3))
+PANELS = replace(HOPPER_GRADIENT, queries=200, head_dim=128, value_dim=128)
+ROLES = replace(HOPPER_GRADIENT, queries=150, keys=150, head_dim=256, value_dim=256)
 
 BARRIER = "sync_threads();  // what was copied is here for all warps, and all have left what is filled next\n"
 PINS = "            pin(out);\n            pin(weights);\n"
@@ -259,7 +296,8 @@ MUTATIONS = (
     ),
     Mutation(
         "staging_filled_before_it_has_left", "forward_sm90.cu",
-        "if (lane == 0) cp_async_bulk_wait_group_read<0>();  // the rows before have left", "", BOXED, engine="sm90",
+        "if (lane == 0) cp_async_bulk_wait_group_read<OUT_STAGED - 1>();  // the panel that was here has left", "",
+        BOXED, engine="sm90",
     ),
     Mutation(
         "rows_of_the_first_consumer_for_all", "forward_sm90.cu",
@@ -282,45 +320,211 @@ MUTATIONS = (
         "hopper_hidden_values_not_noticed", "forward_sm90.cu", "ballot(inside && (", "ballot(false && (", HOPPER,
         testing.check_hidden_keys_may_hold_anything, engine="sm90",
     ),
-    # Gradients: before, behind, and the order between
-    Mutation(
-        "delta_of_half_the_threads", "backward_rows.cu", "lanes < ROW_THREADS; lanes *= 2) delta",
-        "lanes < 4; lanes *= 2) delta", GRADIENT, testing.check_gradient_bound,
+    # Gradients: before and behind the products
+    in_backward(
+        "delta_of_half_the_threads", "lanes < ROW_THREADS; lanes *= 2) delta", "lanes < 4; lanes *= 2) delta", GRADIENT,
+        file="backward_rows.cu",
     ),
-    Mutation(
-        "delta_without_the_end_of_a_row", "backward_rows.cu", "for (; d < columns; ++d) sum =",
-        "for (; d < columns - 4; ++d) sum =", GRADIENT, testing.check_gradient_bound,
+    in_backward(
+        "delta_without_the_end_of_a_row", "for (; d < columns; ++d) sum =", "for (; d < columns - 4; ++d) sum =",
+        GRADIENT, file="backward_rows.cu",
     ),
-    Mutation(
-        "gradient_of_lse_added", "backward_rows.cu", "delta -= load_global", "delta += load_global", GRADIENT,
-        check_gradient_of_lse,
+    in_backward(
+        "gradient_of_lse_added", "delta -= load_global", "delta += load_global", GRADIENT, check_gradient_of_lse,
+        file="backward_rows.cu",
     ),
-    Mutation(
-        "dq_of_other_rows", "backward_finish.cu", "const int r = row + 8 * half,",
-        "const int r = row + 8 * (1 - half),", GRADIENT, testing.check_gradient_bound,
+    in_backward(
+        "dq_of_other_rows",
+        "low = sum[m].x[2 * half] * args.scale, high = sum[m].x[2 * half + 1] * args.scale;",
+        "low = sum[m].x[2 - 2 * half] * args.scale, high = sum[m].x[3 - 2 * half] * args.scale;", GRADIENT,
+        file="backward_finish.cu",
     ),
-    Mutation(
-        "dq_read_without_barrier", "backward_finish.cu", "    sync_threads();\n\n    const int chunks",
-        "    const int chunks", GRADIENT, testing.check_gradient_bound,
+    in_backward(
+        "dq_scaled_in_every_second_column", "high = sum[m].x[2 * half + 1] * args.scale;",
+        "high = sum[m].x[2 * half + 1];", GRADIENT, file="backward_finish.cu",
     ),
-    Mutation(
-        "dq_of_spoilt_rows_kept", "backward_finish.cu", "return found != 0;", "return false;", UNSEEN_KEYS,
+    in_backward(
+        "chunks_of_dq_swapped_in_a_quad", "shuffle_xor(high ? low_pair[n] : high_pair[n], 2);",
+        "shuffle_xor(high ? high_pair[n] : low_pair[n], 2);", GRADIENT, file="backward_finish.cu",
+    ),
+    in_backward(
+        "dq_of_spoilt_rows_kept", "ballot((half ? zeros[1]", "ballot(false && (half ? zeros[1]", UNSEEN_KEYS,
+        testing.check_unseen_have_zero_gradient, file="backward_finish.cu",
+    ),
+    in_backward(
+        "dq_of_one_spoilt_row_of_a_warp", "spoilt &= ~(0xfu << (4 * quad));", "spoilt = 0;", UNSEEN_KEYS,
+        testing.check_unseen_have_zero_gradient, file="backward_finish.cu",
+    ),
+    in_backward(
+        "spoilt_dv_kept", "if (dv) careful_dk_dv", "if (false) careful_dk_dv", GRADIENT,
+        testing.check_unseen_have_zero_gradient, file="backward_finish.cu",
+    ),
+    in_backward(
+        "spoilt_dv_of_one_head", "head < (key_head + 1) * args.group", "head < key_head * args.group + 1", GRADIENT,
+        testing.check_unseen_have_zero_gradient, file="careful_gradients.cuh",
+    ),
+    in_backward(
+        "careful_ds_without_delta", "ds = p * (dp - row_delta);", "ds = p * dp;", UNSEEN_KEYS,
+        testing.check_unseen_have_zero_gradient, file="careful_gradients.cuh",
+    ),
+    # Gradients: the order of visits and of sums
+    in_backward(
+        "last_rows_that_see_a_tile_left_out", "mask.end_query(last_key, args.queries)",
+        "mask.end_query(item.key_tile * TILE_K, args.queries)", SLIDING, file="visits.cuh",
+    ),
+    in_backward(
+        "dk_of_the_first_head_alone", "item.key_head = head % key_heads;", "item.key_head = 0;", THREE_HEADS,
+        file="visits.cuh",
+    ),
+    in_backward(
+        "heads_of_the_last_wave_not_cut",
+        "all_heads - wave.first_head < args.section ? all_heads - wave.first_head : args.section", "args.section",
+        THREE_HEADS, file="visits.cuh",
+    ),
+    in_backward(
+        "tiles_of_passes_before_one_too_many", "whole * pass + (rest < pass ? rest : pass)",
+        "whole * pass + (rest < pass ? pass : rest)", ROUND, file="visits.cuh",
+    ),
+    in_backward(
+        "turns_of_every_pass_from_0", "return tiles_before(args, args.key_tiles, item.pass) + (", "return (", ROUND,
+        file="visits.cuh",
+    ),
+    in_backward(
+        "turn_after_those_that_go_round", "later < 0 ? later + item.tiles : later",
+        "later <= 0 ? later + item.tiles : later", ROUND, file="visits.cuh",
+    ),
+    # Gradients: the products
+    in_backward(
+        "barrier_before_a_visit_removed",
+        "sync_threads();  // the tiles are here for all warps, and all have left what is filled next", "", LONG,
+    ),
+    in_backward("ds_read_without_barrier", "sync_threads();  // p^T and ds^T are here", "", SHARED_KEYS),
+    in_backward(
+        "visit_waits_one_group_short", "cp_async_wait_group<0>();\n            sync_threads();  // the tiles are",
+        "cp_async_wait_group<1>();\n            sync_threads();  // the tiles are", LONG,
+    ),
+    in_backward(
+        "gradients_read_without_barrier", "sync_threads();  // the tiles are full",
+        "", LONG,
+    ),
+    in_backward("first_sums_added", "listed(visit(1)).turn == 0", "listed(visit(1)).turn == 1", LONG),
+    in_backward(
+        "turn_not_awaited", "while (ORDERED && turns < listed(visit(1)).turn) turns = turns_had();", "", LONG,
+    ),
+    in_backward(
+        "visits_listed_half_a_list_early", "work().index), shared, n + WARP / 2);", "work().index), shared, n);",
+        VISITED,
+    ),
+    in_backward(
+        "mates_take_each_others_part_alike", "(mate() + other) % MATES * QUERIES", "other % MATES * QUERIES",
+        SHARED_KEYS,
+    ),
+    in_backward(
+        "dq_columns_of_the_mate", "+ 2 * dq_mate * 4 +", "+ 2 * (DQ_MATES - 1 - dq_mate) * 4 +", SHARED_KEYS,
+    ),
+    in_backward(
+        "gradients_one_query_too_far", "column < end[block][half]", "column <= end[block][half]", SLIDING,
+    ),
+    in_backward(
+        "gradients_of_keys_beyond_the_last", "if (r < keys && chunk * CHUNK_ELEMENTS < dim) {",
+        "if (chunk * CHUNK_ELEMENTS < dim) {", replace(LONG, value_dim=32),
+    ),
+    in_backward(
+        "spoilt_keys_not_flagged", "if (finite != 0.0f) store_global(suspect, 1);", "", GRADIENT,
         testing.check_unseen_have_zero_gradient,
     ),
-    Mutation(
-        "spoilt_dv_kept", "backward_finish.cu", "finish_item<false>(args, item);", "", GRADIENT,
-        testing.check_unseen_have_zero_gradient,
+    # Gradients on Hopper: fences
+    in_backward_sm90(
+        "ds_not_fenced", "fence_proxy_async();\n        sync_warp();\n        release(DSCORES_FULL",
+        "sync_warp();\n        release(DSCORES_FULL", HOPPER_GRADIENT,
     ),
-    Mutation(
-        "spoilt_dv_of_one_head", "careful_gradients.cuh", "head < (key_head + 1) * args.group",
-        "head < key_head * args.group + 1", GRADIENT, testing.check_unseen_have_zero_gradient,
+    in_backward_sm90(
+        "part_not_fenced", "fence_proxy_async();\n            sync_warp();\n            release(PARTS_FULL",
+        "sync_warp();\n            release(PARTS_FULL", HOPPER_GRADIENT,
     ),
-    Mutation(
-        "last_rows_that_see_a_tile_left_out", "visits.cuh", "mask.end_query(last_key, args.queries)",
-        "mask.end_query(item.key_tile * TILE_K, args.queries)", SLIDING, testing.check_gradient_bound,
+    in_backward_sm90(
+        "grads_not_fenced", "fence_proxy_async();\n                bar_sync", "bar_sync", HOPPER_GRADIENT,
     ),
-    Mutation(
-        "dk_of_the_first_head_alone", "visits.cuh", "item.key_head = linear % key_heads;", "item.key_head = 0;",
-        replace(GRADIENT, key_heads=2), testing.check_gradient_bound,
+    # Waits, parities, releases
+    in_backward_sm90(
+        "stages_released_under_dv_and_dk", "wgmma_wait_group<1>();  // for dv and dk of the visit before", "",
+        HOPPER_GRADIENT,
+    ),
+    in_backward_sm90(
+        "parity_of_ds_not_flipped", "self.wait(DSCORES_FULL, stage, parity ^ 1)",
+        "self.wait(DSCORES_FULL, stage, parity)", HOPPER_GRADIENT,
+    ),
+    in_backward_sm90(
+        "parity_of_parts_not_flipped", "wait(PARTS_EMPTY, index, (visit * PIECES + piece) % 2 ^ 1)",
+        "wait(PARTS_EMPTY, index, 1)", HOPPER_GRADIENT,
+    ),
+    in_backward_sm90(
+        "ds_written_before_it_is_read", "self.wait(DSCORES_EMPTY, stage, parity);  // here", "// here", HOPPER_GRADIENT,
+    ),
+    in_backward_sm90(
+        "part_overwritten_before_it_has_left", "cp_async_bulk_wait_group_read<0>();\n                mbarrier_arrive",
+        "mbarrier_arrive", HOPPER_GRADIENT,
+    ),
+    in_backward_sm90(
+        "gradient_overwritten_before_it_has_left",
+        "if (first_thread()) cp_async_bulk_wait_group_read<0>();  // what lay there has left", "", HOPPER_GRADIENT,
+    ),
+    in_backward_sm90(
+        "late_dq_left_out", "visit - (visits < LAG ? visits : LAG)", "visit - (visits < LAG ? visits : 1)",
+        HOPPER_GRADIENT,
+    ),
+    in_backward_sm90("first_token_not_given", "if (index == 1) give_token();", "", HOPPER_GRADIENT),
+    # Turns
+    in_backward_sm90(
+        "hopper_turn_not_awaited", "while (!come) come = load_acquire(counter) == step.turn;", "", HOPPER_GRADIENT,
+        blocks=2,
+    ),
+    in_backward_sm90(
+        "turn_handed_on_before_the_sum_is_there",
+        "cp_async_bulk_wait_group<0>();\n        fence_proxy_async_global();\n        add_release(held, 1);",
+        "add_release(held, 1);", replace(HOPPER_ROUND, heads=4, key_heads=4), blocks=3,
+    ),
+    in_backward_sm90(
+        "turn_of_the_part_before_forgotten", "                hand_on();\n", "                held = nullptr;\n",
+        HOPPER_ROUND, blocks=3,
+    ),
+    # Masks and places
+    in_backward_sm90("hopper_gradients_one_query_too_far", "column < end[half]", "column <= end[half]", HOPPER_WINDOW),
+    in_backward_sm90("tile_taken_for_seen_whole", "key + ROWS > end_key", "key + ROWS > end_key + 64", HOPPER_GRADIENT),
+    in_backward_sm90(
+        "parts_of_dq_swapped", "rows = PARTS_ARE_ROWS ? index * ROWS", "rows = PARTS_ARE_ROWS ? (1 - index) * ROWS",
+        HOPPER_GRADIENT,
+    ),
+    in_backward_sm90(
+        "panels_of_dq_swapped", "PARTS_ARE_ROWS ? 0 : index * PIECES", "PARTS_ARE_ROWS ? 0 : (1 - index) * PIECES",
+        PANELS,
+    ),
+    in_backward_sm90(
+        "head_of_the_group_left_out", "step.head = item.key_head * args.group + place.head;",
+        "step.head = item.key_head * args.group;", HOPPER_ROUND,
+    ),
+    # Roles
+    in_backward_sm90(
+        "weights_written_before_they_are_read", "self.wait(WEIGHTS_EMPTY, 0, visit % 2 ^ 1);", "", ROLES,
+    ),
+    in_backward_sm90("weights_not_waited_for", "self.wait(WEIGHTS_FULL, 0, visit % 2);", "", ROLES),
+    in_backward_sm90(
+        "ds_of_other_warps_not_waited_for", "self.wait(DSCORES_FULL, stage, parity_of(visit));  // of all its warps",
+        "", ROLES,
+    ),
+    in_backward_sm90(
+        "keys_overwritten_under_the_other_product", "bar_sync(TOKEN, CONSUMERS * WARPGROUP);  // the other",
+        "bar_sync(TOKEN + 5, WARPGROUP);  // the other", ROLES,
+    ),
+    in_backward_sm90(
+        "keys_brought_over_gradients", "        self.flush();\n        self.release(KEYS_EMPTY);",
+        "        self.release(KEYS_EMPTY);", ROLES,
+    ),
+    in_backward_sm90(
+        "step_given_away_before_it_is_read",
+        "mbarrier_wait(barrier(shared, PARTS_FULL, consumer), (visit * PIECES + piece) % 2);\n"
+        "                if (piece == 0) mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));",
+        "if (piece == 0) mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));\n"
+        "                mbarrier_wait(barrier(shared, PARTS_FULL, consumer), (visit * PIECES + piece) % 2);", ROLES,
     ),
 )  # fmt: skip
