@@ -41,7 +41,7 @@ def close(q, k, v, **keywords):
 def test_property(engine, check, dtype):
     size = {
         "numpy": {"examples": 25, "max_length": 130, "max_head_dim": 130},
-        "emulated": {"examples": 5, "max_length": 130, "max_head_dim": 64},  # test_emulated_forward.py draws more
+        "emulated": {"examples": 5, "max_length": 130, "max_head_dim": 64},  # test_emulated.py draws more
     }.get(engine.name, {"examples": 60})
     testing.fuzz(check, cuflash.forward, xp=engine.xp, dtypes=[dtype], **size)
 

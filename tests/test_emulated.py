@@ -1,4 +1,4 @@
-"""The kernels of forward, run on the CPU: every check on drawn problems, the order in which warps run drawn too.
+"""The kernels, run on the CPU: every check on drawn problems, the order in which warps run drawn too.
 
 Examples run in processes of their own, as many as there are processors.
 """
@@ -18,11 +18,20 @@ WIDE = {  # head_dim and value_dim: kernels with one stage, and with two sizes t
     "float32": (100, 40),
     "float64": (150, 192),
 }
+GRADIENTS = ((40, 100), (128, 128), (192, 130), (256, 256))  # the same of backward's kernels with other tiles
 CASES = [  # check, dtype, dims, engine, examples: more than 300 for each kernel file
     *((check.__name__, dtype, None, "portable", 16) for check in testing.forward_checks for dtype in DTYPES),
     *(("check_bound", dtype, dims, "portable", 6) for dtype, dims in WIDE.items()),
     *((check.__name__, dtype, None, "sm90", 15) for check in testing.forward_checks for dtype in DTYPES[:2]),
     *(("check_bound", "bfloat16", dims, "sm90", 3) for dims in ((100, 40), (128, 128), (180, 128), (256, 256))),
+    *(
+        case
+        for engine in ("portable", "sm90")
+        for case in (
+            *((check.__name__, dtype, None, engine, 26) for check in testing.gradient_checks for dtype in DTYPES[:2]),
+            *(("check_gradient_bound", DTYPES[n % 2], dims, engine, 3) for n, dims in enumerate(GRADIENTS)),
+        )
+    ),
 ]
 
 
