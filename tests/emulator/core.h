@@ -840,8 +840,6 @@ class Denormals {
 template <typename Args>
 bool run(Launch& launch, void (*kernel)(Args)) {
     launch.message[0] = 0;
-    for (auto& cluster : world.alive) clear(*cluster);  // of a launch that failed
-    world.alive.clear();
     world.spontaneous.clear();
     world.launch = &launch;
     world.random = launch.seed;
@@ -859,6 +857,9 @@ bool run(Launch& launch, void (*kernel)(Args)) {
         const Denormals flushed(true);
         emulator_switch(&world.caller, world.scheduler);
     }
+    for (auto& cluster : world.alive) clear(*cluster);  // of a launch that failed
+    world.alive.clear();
+    world.stacks.keep(64);
     launch.events = world.events;
     return launch.message[0] == 0;
 }

@@ -93,7 +93,6 @@ class Stacks {
   public:
     char* take() {  // the upper end
         if (free.empty()) {
-            const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), bytes = EMULATOR_STACK_BYTES + page;
             void* low = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
             if (low == MAP_FAILED || mprotect(low, page, PROT_NONE) != 0) {
                 std::perror("emulator: no memory for the stack of a thread");
@@ -106,8 +105,14 @@ class Stacks {
         return top;
     }
     void give(char* top) { free.push_back(top); }
+    // Gives all but so many back to the system, which counts the pieces of a process's memory: each kernel that has
+    // been launched has a pool of its own.
+    void keep(size_t most) {
+        for (; free.size() > most; free.pop_back()) munmap(free.back() - bytes, bytes);
+    }
 
   private:
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), bytes = EMULATOR_STACK_BYTES + page;
     std::vector<char*> free;
 };
 
