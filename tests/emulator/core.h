@@ -859,7 +859,7 @@ bool run(Launch& launch, void (*kernel)(Args)) {
     }
     for (auto& cluster : world.alive) clear(*cluster);  // of a launch that failed
     world.alive.clear();
-    world.stacks.keep(64);
+    world.stacks.keep(16);
     launch.events = world.events;
     return launch.message[0] == 0;
 }
