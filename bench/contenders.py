@@ -134,28 +134,35 @@ class Naive(Contender):
         _only_square(case)
         if case.heads != case.key_heads:
             raise Unfit("one key head a query head only")
-        if isinstance(q, np.ndarray):
-            xp = np
-        else:
-            import cupy as xp
+        bias = causal_bias(q) if case.mask == "causal" else None
+        return lambda: _library(q).matmul(naive_weights(q, k, bias), v)
 
-        scale = q.dtype.type(1 / np.sqrt(case.head_dim))
-        bias = None
-        if case.mask == "causal":
-            bias = xp.where(xp.tri(case.queries, case.length, dtype=bool), 0, -xp.inf).astype(q.dtype)
-        keys = k.swapaxes(-2, -1)
 
-        def naive():
-            scores = xp.matmul(q, keys)
-            scores *= scale
-            if bias is not None:
-                scores += bias
-            scores -= scores.max(axis=-1, keepdims=True)
-            xp.exp(scores, out=scores)
-            scores /= scores.sum(axis=-1, keepdims=True)
-            return xp.matmul(scores, v)
+def naive_weights(q, k, bias=None):
+    """softmax(q k^T / sqrt(head_dim) + bias), all of it in memory, in the arrays' own library and dtype."""
+    xp = _library(q)
+    scores = xp.matmul(q, k.swapaxes(-2, -1))
+    scores *= q.dtype.type(1 / np.sqrt(q.shape[-1]))
+    if bias is not None:
+        scores += bias
+    scores -= scores.max(axis=-1, keepdims=True)
+    xp.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores
 
-        return naive
+
+def causal_bias(q):
+    """What hides the keys after a row, for as many keys as rows."""
+    xp = _library(q)
+    return xp.where(xp.tri(q.shape[-2], dtype=bool), 0, -xp.inf).astype(q.dtype)
+
+
+def _library(array):
+    if isinstance(array, np.ndarray):
+        return np
+    import cupy
+
+    return cupy
 
 
 def _only_square(case):

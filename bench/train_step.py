@@ -18,6 +18,7 @@ import numpy as np
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
+import contenders
 import timing
 
 import cuflash
@@ -33,20 +34,13 @@ def flash(q, k, v, dout):
 
 def naive(q, k, v, dout):
     """The same, with all scores of all heads in memory twice."""
-    xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
-    scale = q.dtype.type(q.shape[-1] ** -0.5)
-    weights = q @ k.swapaxes(-2, -1)
-    weights *= scale
-    weights += xp.where(xp.tri(q.shape[-2], dtype=bool), 0, -xp.inf).astype(q.dtype)
-    weights -= weights.max(-1, keepdims=True)
-    xp.exp(weights, out=weights)
-    weights /= weights.sum(-1, keepdims=True)
+    weights = contenders.naive_weights(q, k, contenders.causal_bias(q))
     out = weights @ v
     dv = weights.swapaxes(-2, -1) @ dout
     dscores = dout @ v.swapaxes(-2, -1)
     dscores -= (dout * out).sum(-1, keepdims=True)
     dscores *= weights
-    dscores *= scale
+    dscores *= q.dtype.type(q.shape[-1] ** -0.5)
     return out, dscores @ k, dscores.swapaxes(-2, -1) @ q, dv
 
 

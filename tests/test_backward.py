@@ -2,15 +2,16 @@
 
 from functools import partial
 
-import ml_dtypes
+import drawn
 import numpy as np
 import pytest
+from drawn import DTYPES, changed
 
 import cuflash
 from cuflash import bounds, reference, testing
 
 ENGINES = ["numpy", "emulated portable", "emulated sm90", "portable", "sm90"]
-DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
+draw = partial(drawn.draw, dtype="float16")
 SIXTEEN_BIT = ("float16", "bfloat16")  # what GPUs have kernels for
 
 each_engine = pytest.mark.parametrize("engine", ENGINES, indirect=True, scope="module")
@@ -20,18 +21,6 @@ each_dtype = pytest.mark.parametrize(
     indirect=["engine"],
     scope="module",
 )
-
-
-def draw(engine, *shapes, dtype="float16", seed=0):
-    rng = np.random.default_rng(seed)
-    return [engine.xp.asarray(rng.standard_normal(shape).astype(DTYPES[dtype])) for shape in shapes]
-
-
-def changed(engine, array, place, value):
-    """A copy with another value at a place."""
-    array = reference.host(array).copy()
-    array[place] = value
-    return engine.xp.asarray(array)
 
 
 def same(ones, others):

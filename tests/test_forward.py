@@ -1,28 +1,14 @@
 """forward on every engine: the checks of `cuflash.testing` on drawn problems, and the edges written out."""
 
-import ml_dtypes
 import numpy as np
 import pytest
+from drawn import DTYPES, changed, draw
 
 import cuflash
 from cuflash import reference, testing
 
 ENGINES = ["numpy", "emulated portable", "emulated sm90", "portable", "sm90"]
 pytestmark = pytest.mark.parametrize("engine", ENGINES, indirect=True, scope="module")
-
-DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
-
-
-def draw(engine, *shapes, dtype="float32", seed=0):
-    rng = np.random.default_rng(seed)
-    return [engine.xp.asarray(rng.standard_normal(shape).astype(DTYPES[dtype])) for shape in shapes]
-
-
-def changed(engine, array, place, value):
-    """A copy with another value at a place."""
-    array = reference.host(array).copy()
-    array[place] = value
-    return engine.xp.asarray(array)
 
 
 def same(one, other):
