@@ -15,9 +15,10 @@
 // needs zeros to begin with: the first stores.
 //
 // To head_dim 128 both consumers do the same, for 64 keys each, and take turns. While one computes exponentials, the
-// tensor cores have the products of the other, and a token sees to it: who has it issues the products of a visit, those
-// of dv and dk, up to dp of the next visit, and gives it away. The products of dv and dk stay in flight meanwhile; dq
-// comes two visits late, when both consumers' ds have long been written.
+// tensor cores have the products of the other, and a token sees to it: who has it issues the last products of a visit,
+// those of dv and dk, and the first of the next, and gives it away. dq comes a visit late, when both consumers' ds have
+// been written. What takes long and what others do not wait for, to read numbers of rows from shared memory, to fence
+// what has been written there, is begun or done while products are in flight.
 //
 // Beyond, registers hold only one of dv and dk, so the consumers have roles, with the same 64 keys. The first makes p,
 // which it leaves in shared memory for the other, and dv; the second dp, ds and dk. They run out of step by themselves.
@@ -52,11 +53,9 @@ constexpr bool PARTS_ARE_ROWS = TILE_Q == 128;  // of a tile of dq, else columns
 constexpr int PART_COLUMNS = TILE_Q * HEAD_DIM / CONSUMERS / ROWS;
 constexpr int PIECES = PART_COLUMNS / 64;  // in which a part is sent
 constexpr int PIECE_BYTES = ROWS * 64 * 4;
-constexpr int LAG = 2;  // visits that dq comes later where consumers take turns; its buffers are the stages of ds
-constexpr bool TOKEN_EARLY = HEAD_DIM == 64;  // the token goes on before dp, whose product is short
 
 // A multiprocessor's 64 K registers are dealt out 168 a thread. The producer gives away what the consumers need.
-constexpr int PRODUCER_REGISTERS = ROLES ? 24 : 32, CONSUMER_REGISTERS = ROLES ? 240 : 232;
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
 using QueryTile = Panels<TILE_Q, HEAD_DIM>;  // q and dout
 using KeyTile = Panels<TILE_K, HEAD_DIM>;    // k and v
@@ -65,7 +64,7 @@ using GradTile = Panels<ROWS, HEAD_DIM>;     // dk or dv, as elements
 constexpr int ROW_BYTES = TILE_Q * 4;        // row_lse or row_delta
 
 // A visit, for those that follow the plan.
-struct alignas(16) Step {
+struct Step {
     int head;
     int place;   // of the tile of queries, among those of all heads
     int turn;    // blocks whose dq comes first
@@ -200,18 +199,19 @@ __device__ __forceinline__ void plan(const Args& args, const Mask& mask, uint32 
         auto visits = [&] { return load_shared<int>(item_shared + OFFSET_OF(Item, span.visits)); };
 #pragma unroll 1
         for (int n = 0; n < visits(); ++n, ++visit) {
-            Step step;  // the item is read again and again: registers are few
-            step.turn = turn_of(args, mask, load_shared<Item>(item_shared), place);
+            // Field by field, and the item read again and again: registers are few.
+            const uint32 step = step_at(shared, visit);
+            auto item = [&] { return load_shared<Item>(item_shared); };
             mbarrier_wait(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)), parity_of<STEPS>(visit) ^ 1);
-            const Item item = load_shared<Item>(item_shared);
-            step.head = item.key_head * args.group + place.head;
-            step.place = (item.batch * args.heads + step.head) * args.query_tiles + place.tile;
-            step.row = place.tile * TILE_Q;
-            const bool coarse = load_global<int>(args.turns + COARSE) != 0;
-            step.tested = coarse ? (1 << CONSUMERS) - 1 : tested(args, mask, step.row, item.key_tile * TILE_K);
-            store_shared(step_at(shared, visit), step);
+            store_shared(step + OFFSET_OF(Step, turn), turn_of(args, mask, item(), place));
+            const int head = item().key_head * args.group + place.head, row = place.tile * TILE_Q;
+            store_shared(step + OFFSET_OF(Step, head), head);
+            store_shared(step + OFFSET_OF(Step, place), (item().batch * args.heads + head) * args.query_tiles + place.tile);
+            store_shared(step + OFFSET_OF(Step, row), row);
+            const int all = load_global<int>(args.turns + COARSE) != 0 ? (1 << CONSUMERS) - 1 : 0;
+            store_shared(step + OFFSET_OF(Step, tested), all | tested(args, mask, row, item().key_tile * TILE_K));
             mbarrier_arrive(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)));
-            place.advance(item.span, args.group);
+            place.advance(item().span, args.group);
         }
         // The next item is drawn early, so that it is brought while this one ends, but no earlier than that: blocks that
         // wait for it would wait for this one as well. A block has no two items of a wave, which may wait for each other.
@@ -233,10 +233,10 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
     auto load_queries = [&](uint32 item_shared, uint32 tile, const TensorMap& map, uint32 numbers_shared,
                             const char* numbers, uint32 full) {
         const Step step = load_shared<Step>(step_at(shared, visit));
-        mbarrier_arrive_expect_tx(full, ROW_BYTES);
-        cp_async_bulk_load(numbers_shared, numbers + static_cast<int64>(step.place) * ROW_BYTES, ROW_BYTES, full);
         const Item item = load_shared<Item>(item_shared);
         QueryTile::load(tile, map, full, {0, step.head, step.row, item.batch0, item.batch1}, EVICT_LAST);
+        mbarrier_arrive_expect_tx(full, ROW_BYTES);
+        cp_async_bulk_load(numbers_shared, numbers + static_cast<int64>(step.place) * ROW_BYTES, ROW_BYTES, full);
     };
     auto load_keys = [&](uint32 item_shared, uint32 tile, const TensorMap& map, uint32 full) {
         const Item item = load_shared<Item>(item_shared);
@@ -275,17 +275,20 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
             if (n == 0) {  // the keys last: those before are the last to be done with
                 mbarrier_wait(barrier(shared, KEYS_EMPTY), number % 2 ^ 1);
                 load_keys(item_shared, shared + KEY_START, args.k_map, barrier(shared, KEYS_FULL));
-                    }
+            }
         }
         mbarrier_arrive(barrier(shared, ITEMS_EMPTY, stage_of(number)));
     }
 }
 
-// Sends a consumer's parts of dq to global memory, each in its turn.
+// Sends a consumer's parts of dq to global memory, each in its turn. That the sums have arrived is for the fence of a
+// release to see to: copies are done with before other blocks' adds are sure to come after theirs.
 __device__ __forceinline__ void send(const Args& args, uint32 shared, int consumer) {
+    // A part of several pieces takes so long that its turn is handed on beside the first look for the next.
+    constexpr bool LATE = PIECES > 1;
     const uint32 piece_shared = shared + PART_START + consumer * PIECE_BYTES;
     uint32 visit = 0;
-    char* held = nullptr;  // counter of the last part sent, whose turn is to be handed on once it is all there
+    char* held = nullptr;  // counter of the last part sent, whose turn is still this block's
     auto hand_on = [&] {
         if (held == nullptr) return;
         cp_async_bulk_wait_group<0>();
@@ -306,11 +309,9 @@ __device__ __forceinline__ void send(const Args& args, uint32 shared, int consum
             const int64 part = static_cast<int64>(step.place) * CONSUMERS + consumer;
             char* const counter = args.turns + COUNTERS + part * 4;
             char* const sum = args.dq_sum + part * (PIECES * PIECE_BYTES);
-            if (ORDERED) {
-                // A first look while the last part is still on its way, and before the next is there: the turn will
-                // still be this block's when it is.
+            if (ORDERED) {  // looked for before the part is there: the turn will still be this block's when it is
                 bool come = load_acquire(counter) == step.turn;
-                hand_on();
+                if (LATE) hand_on();
                 while (!come) come = load_acquire(counter) == step.turn;
                 fence_proxy_async_global();
             }
@@ -328,6 +329,7 @@ __device__ __forceinline__ void send(const Args& args, uint32 shared, int consum
                 mbarrier_arrive(barrier(shared, PARTS_EMPTY, consumer));
             }
             if (ORDERED) held = counter;
+            if (!LATE) hand_on();
         }
         hand_on();  // the next item may be long in coming
     }
@@ -348,20 +350,21 @@ struct alignas(16) Quad {
     float values[4];
 };
 
-// Of the numbers that a tile of queries has, one a row, those of a thread's columns. Registers hold the first EARLY.
-struct Columns {
-    static constexpr int EARLY = 8;
-    uint32 address;
-    Pair early[EARLY];
+// Accumulators of 64 columns: the numbers that a tile of queries has, one a row, come in such batches.
+constexpr int BATCH = 32;
 
-    __device__ __forceinline__ void begin(uint32 start) {
-        address = start + lane_index() % 4 * static_cast<uint32>(sizeof(Pair));
+// Those of a thread's columns. Shared memory is busy with operands of products and takes 200 clocks to answer, so a
+// batch is asked for before what comes before its use.
+struct Columns {
+    Pair pairs[BATCH / 4];
+
+    __device__ __forceinline__ void load(uint32 start, int batch = 0) {
+        const uint32 address = start + batch * 64 * 4 + lane_index() % 4 * static_cast<uint32>(sizeof(Pair));
 #pragma unroll
-        for (int block = 0; block < EARLY; ++block) early[block] = load_shared<Pair>(address + 32 * block);
+        for (int block = 0; block < BATCH / 4; ++block) pairs[block] = load_shared<Pair>(address + 32 * block);
     }
     __device__ __forceinline__ float operator[](int i) const {  // for element i of an accumulator
-        const int block = i / 4;
-        return (block < EARLY ? early[block % EARLY] : load_shared<Pair>(address + 32 * block)).values[i % 2];
+        return pairs[i % BATCH / 4].values[i % 2];
     }
 };
 
@@ -384,22 +387,31 @@ struct Shown {
     }
 };
 
-// Scores to weights, in place. A weight is at most 1, which a coarse row_lse would not see to; hidden ones are 0.
-__device__ __forceinline__ void weigh(Scores& scores, float scale_log2, const Columns& row_lse) {
+// Scores to weights, in place; the first batch of row_lse has been asked for. `then` is done before the last exponentials.
+template <typename Exponent, typename Then>
+__device__ __forceinline__ void weigh(Scores& scores, Columns& columns, uint32 row_lse, Exponent exponent, Then then) {
 #pragma unroll
-    for (int i = 0; i < TILE_Q / 2; ++i) scores[i] = ex2_approx(fused_multiply_add(scores[i], scale_log2, -row_lse[i]));
-}
-__device__ __forceinline__ void weigh(Scores& scores, float scale_log2, const Columns& row_lse, const Shown& shown) {
+    for (int first = 0; first < TILE_Q / 2; first += BATCH) {
+        const bool last = first + BATCH == TILE_Q / 2;
 #pragma unroll
-    for (int i = 0; i < TILE_Q / 2; ++i) {
-        const float exponent = fused_multiply_add(scores[i], scale_log2, -row_lse[i]);
-        scores[i] = ex2_approx(!shown[i] ? -INFINITE : exponent > 0.0f ? 0.0f : exponent);
+        for (int i = first; i < first + BATCH; ++i) scores[i] = exponent(i);
+        if (last) then();
+        if (!last) columns.load(row_lse, first / BATCH + 1);
+#pragma unroll
+        for (int i = first; i < first + BATCH; ++i) scores[i] = ex2_approx(scores[i]);
     }
 }
-// Gradients of weights to gradients of scores, in place.
-__device__ __forceinline__ void differentiate(Scores& dweights, const Scores& weights, const Columns& row_delta) {
+// Gradients of weights to gradients of scores, in place; the first batch of row_delta has been asked for.
+__device__ __forceinline__ void differentiate(Scores& dweights, const Scores& weights, Columns& columns,
+                                              uint32 row_delta) {
 #pragma unroll
-    for (int i = 0; i < TILE_Q / 2; ++i) dweights[i] = weights[i] * (dweights[i] - row_delta[i]);
+    for (int first = 0; first < TILE_Q / 2; first += BATCH) {
+#pragma unroll
+        for (int i = first; i < first + BATCH; ++i) dweights[i] -= columns[i];
+        if (first + BATCH < TILE_Q / 2) columns.load(row_delta, first / BATCH + 1);
+#pragma unroll
+        for (int i = first; i < first + BATCH; ++i) dweights[i] *= weights[i];
+    }
 }
 // A weight of 0 is not enough where dout, v or delta are not finite.
 __device__ __forceinline__ void hide(Scores& dscores, const Shown& shown) {
@@ -470,6 +482,12 @@ struct Consumer {
     __device__ __forceinline__ void release(int start, int number = 0) const {
         if (leader) mbarrier_arrive(barrier(shared, start, number));
     }
+    // Hands on what this warp has written. The fence waits until it is all there, some 200 clocks.
+    __device__ __forceinline__ void show(int start, int number) const {
+        fence_proxy_async();
+        sync_warp();
+        release(start, number);
+    }
     __device__ __forceinline__ bool first_thread() const { return thread_index() % WARPGROUP == 0; }
 
     // Tiles in shared memory, for products: all queries, this consumer's keys as rows, its part of a tile of dq.
@@ -507,31 +525,49 @@ struct Consumer {
         return Shown(args, mask, tile * TILE_K + first_key_of(index), load_shared<Step>(step_at(shared, visit)).row);
     }
 
-    // ds for the products of dq, transposed: a consumer's keys are a panel's columns.
+    // Scores to weights, in place: see the function above. A weight is at most 1, which a coarse row_lse would not see to;
+    // hidden ones are 0.
+    template <typename Then>
+    __device__ __forceinline__ void weigh(Scores& scores, Columns& columns, uint32 row_lse, bool tested, uint32 number,
+                                          uint32 visit, Then then) const {
+        auto exponent = [&](int i) { return fused_multiply_add(scores[i], args.scale_log2, -columns[i]); };
+        if (tested) {
+            const Shown shown = this->shown(number, visit);
+            auto tested_exponent = [&](int i) {
+                const float x = exponent(i);
+                return !shown[i] ? -INFINITE : x > 0.0f ? 0.0f : x;
+            };
+            cuflash::weigh(scores, columns, row_lse, tested_exponent, then);
+        } else {
+            cuflash::weigh(scores, columns, row_lse, exponent, then);
+        }
+    }
+
+    // ds for the products of dq, transposed: a consumer's keys are a panel's columns. To be shown to these afterwards.
     __device__ __forceinline__ void store_dscores(int stage, const Operand& dscores) const {
         const int lane = lane_index(), chunk = first_key_of(index) / 8 + warp_index() % 4 * 2 + lane / 8 % 2;
         const uint32 tile = shared + DSCORE_START + stage * ScoreTile::BYTES;
         const uint32 address = tile + ScoreTile::offset(lane % 8 + lane / 16 * 8, chunk);
 #pragma unroll
         for (int step = 0; step < TILE_Q / 16; ++step) stmatrix_x4_trans(address + step * 16 * 128, dscores[step]);
-        fence_proxy_async();
-        sync_warp();
-        release(DSCORES_FULL, stage);
     }
-    // A part of dq for who sends it, as it is to lie in global memory.
-    __device__ __forceinline__ void store_part(uint32 visit, const Part& dq) const {
+    __device__ __forceinline__ void show_dscores(int stage) const { show(DSCORES_FULL, stage); }
+    // A piece of a part of dq for who sends it, as it is to lie in global memory. To be shown to it afterwards.
+    __device__ __forceinline__ void store_piece(uint32 visit, const Part& dq, int piece = 0) const {
         const uint32 place = shared + PART_START + index * PIECE_BYTES + thread_index() % WARPGROUP * 16;
+        wait(PARTS_EMPTY, index, (visit * PIECES + piece) % 2 ^ 1);
+#pragma unroll
+        for (int block = 0; block < 8; ++block) {
+            const float* x = dq + 32 * piece + 4 * block;
+            store_shared(place + block * WARPGROUP * 16, Quad{{x[0], x[1], x[2], x[3]}});
+        }
+    }
+    __device__ __forceinline__ void show_piece() const { show(PARTS_FULL, index); }
+    __device__ __forceinline__ void send_part(uint32 visit, const Part& dq) const {
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
-            wait(PARTS_EMPTY, index, (visit * PIECES + piece) % 2 ^ 1);
-#pragma unroll
-            for (int block = 0; block < 8; ++block) {
-                const float* x = dq + 32 * piece + 4 * block;
-                store_shared(place + block * WARPGROUP * 16, Quad{{x[0], x[1], x[2], x[3]}});
-            }
-            fence_proxy_async();
-            sync_warp();
-            release(PARTS_FULL, index);
+            store_piece(visit, dq, piece);
+            show_piece();
         }
     }
 
@@ -657,6 +693,7 @@ __device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, u
     auto give_token = [&] { bar_arrive(TOKEN + 1 - index, CONSUMERS * WARPGROUP); };
     auto await_token = [&] { bar_sync(TOKEN + index, CONSUMERS * WARPGROUP); };
 
+    self.release(DSCORES_EMPTY, 0);  // a stage is free once dq of two visits before has been made: for 0 nobody else says so
     uint32 visit = 0;
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {
@@ -671,16 +708,16 @@ __device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, u
 
         if (index == 1) give_token();
         self.wait(KEYS_FULL, 0, number % 2);
+        self.wait(QUERIES_FULL, stage_of(visit), parity_of(visit));
 #pragma unroll 1
         for (int n = 0; n < visits; ++n, ++visit) {
             const int stage = stage_of(visit);
-            const uint32 parity = parity_of(visit);
-            // dq of the visit LAG before. Where there is none the product is of what lies there, for nothing:
-            // registers of products in flight must not depend on a branch.
-            if (n >= LAG) self.wait(DSCORES_FULL, stage, parity ^ 1);
-            multiply_part(dq, self.part_rows(stage), self.part_columns());
-            self.wait(QUERIES_FULL, stage, parity);
-            wgmma_wait_group<1>();  // for dv and dk of the visit before
+            const uint32 row_lse = shared + ROW_LSE_START + stage * ROW_BYTES;
+            const uint32 row_delta = shared + ROW_DELTA_START + stage * ROW_BYTES;
+            const bool tested = self.tested(visit);
+            Columns columns;
+            columns.load(row_lse);
+            wgmma_wait_group<0>();  // for dv and dk of the visit before
             pin(dv);
             pin(dk);
             if (n > 0) {
@@ -688,57 +725,54 @@ __device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, u
                 self.release(QUERIES_EMPTY, 1 - stage);
             }
             multiply_rows(scores, self.keys(), self.queries(stage));
-            if (TOKEN_EARLY && n > 0) give_token();
-            wgmma_wait_group<1>();
-            pin(dq);
-            self.release(DSCORES_EMPTY, stage);  // each visit, whatever was read: the first writes wait for it too
-            if (n >= LAG) self.store_part(visit - LAG, dq);
-
+            if (n > 0) give_token();
             if (n == 0) self.wait(VALUES_FULL, 0, number % 2);
-            self.wait(DOUTS_FULL, stage, parity);
+            self.wait(DOUTS_FULL, stage, parity_of(visit));
             multiply_rows(dweights, self.values(), self.douts(stage));
-            if (!TOKEN_EARLY && n > 0) give_token();
+            if (n > 1) self.show_piece();
 
-            const bool tested = self.tested(visit);
-            Columns columns;
-            columns.begin(shared + ROW_LSE_START + stage * ROW_BYTES);
             wgmma_wait_group<1>();
             pin(scores);
-            if (tested) {
-                weigh(scores, args.scale_log2, columns, self.shown(number, visit));
-            } else {
-                weigh(scores, args.scale_log2, columns);
-            }
-            columns.begin(shared + ROW_DELTA_START + stage * ROW_BYTES);
-            self.wait(DSCORES_EMPTY, stage, parity);  // here, lest the compiler wait for dweights any earlier
+            self.weigh(scores, columns, row_lse, tested, number, visit, [&] { columns.load(row_delta); });
+            self.wait(DSCORES_EMPTY, stage, parity_of(visit));  // here, lest the compiler wait for dweights any earlier
             wgmma_wait_group<0>();
             pin(dweights);
-            differentiate(dweights, scores, columns);
+            differentiate(dweights, scores, columns, row_delta);
             if (tested) hide(dweights, self.shown(number, visit));
             convert(weights, scores);  // so late, since until here they would take registers of their own
             convert(dscores, dweights);
             self.store_dscores(stage, dscores);
+
+            // dq of the visit before. Where there is none the product is of what lies there, for nothing: registers of
+            // products in flight must not depend on a branch.
+            if (n > 0) self.wait(DSCORES_FULL, 1 - stage, parity_of(visit - 1));
             await_token();
+            multiply_part(dq, self.part_rows(1 - stage), self.part_columns());
             wgmma_fence();
             multiply_columns(dv, weights, self.douts(stage), n > 0);
             multiply_columns(dk, dscores, self.queries(stage), n > 0);
             wgmma_commit_group();
+            self.show_dscores(stage);
+            if (n + 1 < visits) self.wait(QUERIES_FULL, 1 - stage, parity_of(visit + 1));
+            wgmma_wait_group<1>();
+            pin(dq);
+            self.release(DSCORES_EMPTY, 1 - stage);  // each visit, whatever was read
+            if (n > 0) self.store_piece(visit - 1, dq);
         }
         if (index == 0) give_token();
         wgmma_wait_group<0>();
         pin(dv);
         pin(dk);
-        self.release(QUERIES_EMPTY, stage_of(visit - 1));
-        self.release(DOUTS_EMPTY, stage_of(visit - 1));
+        const int stage = stage_of(visit - 1);
+        self.release(QUERIES_EMPTY, stage);
+        self.release(DOUTS_EMPTY, stage);
         self.release(VALUES_EMPTY);
-#pragma unroll 1
-        for (uint32 late = visit - (visits < LAG ? visits : LAG); late != visit; ++late) {
-            self.wait(DSCORES_FULL, stage_of(late), parity_of(late));
-            multiply_part(dq, self.part_rows(stage_of(late)), self.part_columns());
-            wgmma_wait_group<0>();
-            pin(dq);
-            self.store_part(late, dq);
-        }
+        if (visits > 1) self.show_piece();
+        self.wait(DSCORES_FULL, stage, parity_of(visit - 1));
+        multiply_part(dq, self.part_rows(stage), self.part_columns());
+        wgmma_wait_group<0>();
+        pin(dq);
+        self.send_part(visit - 1, dq);
         self.release(KEYS_EMPTY);
 
         const Item item = load_shared<Item>(item_at(shared, number));
@@ -775,18 +809,15 @@ __device__ __forceinline__ void make_weights(const Args& args, const Mask& mask,
 #pragma unroll 1
         for (int n = 0; n < visits; ++n, ++visit) {
             const int stage = stage_of(visit), dout_stage = stage_of<DOUT_STAGES>(visit);
+            const uint32 row_lse = shared + ROW_LSE_START + stage * ROW_BYTES;
             self.wait(QUERIES_FULL, stage, parity_of(visit));
             multiply_rows(scores, self.keys(), self.queries(stage));
             const bool tested = self.tested(visit);
             Columns columns;
-            columns.begin(shared + ROW_LSE_START + stage * ROW_BYTES);
+            columns.load(row_lse);
             wgmma_wait_group<0>();
             pin(scores);
-            if (tested) {
-                weigh(scores, args.scale_log2, columns, self.shown(number, visit));
-            } else {
-                weigh(scores, args.scale_log2, columns);
-            }
+            self.weigh(scores, columns, row_lse, tested, number, visit, [] {});
             convert(weights, scores);
             self.wait(WEIGHTS_EMPTY, 0, visit % 2 ^ 1);
 #pragma unroll
@@ -812,7 +843,7 @@ __device__ __forceinline__ void make_weights(const Args& args, const Mask& mask,
             pin(dq);
             if (n > 0) {
                 self.release(DSCORES_EMPTY, 1 - stage);
-                self.store_part(visit - 1, dq);
+                self.send_part(visit - 1, dq);
             }
         }
         const int stage = stage_of(visit - 1);
@@ -823,7 +854,7 @@ __device__ __forceinline__ void make_weights(const Args& args, const Mask& mask,
         self.release(DSCORES_EMPTY, stage);
         self.release(KEYS_EMPTY);
         bar_arrive(TOKEN, CONSUMERS * WARPGROUP);
-        self.store_part(visit - 1, dq);
+        self.send_part(visit - 1, dq);
 
         // The other has written its last ds, so the values have been read.
         const Item item = load_shared<Item>(item_at(shared, number));
@@ -859,11 +890,12 @@ __device__ __forceinline__ void make_dscores(const Args& args, const Mask& mask,
 #pragma unroll 1
         for (int n = 0; n < visits; ++n, ++visit) {
             const int stage = stage_of(visit), dout_stage = stage_of<DOUT_STAGES>(visit);
+            const uint32 row_delta = shared + ROW_DELTA_START + dout_stage * ROW_BYTES;
             self.wait(DOUTS_FULL, dout_stage, parity_of<DOUT_STAGES>(visit));
             multiply_rows(dweights, self.values(), self.douts(dout_stage));
             const bool tested = self.tested(visit);
             Columns columns;
-            columns.begin(shared + ROW_DELTA_START + dout_stage * ROW_BYTES);
+            columns.load(row_delta);
             self.wait(WEIGHTS_FULL, 0, visit % 2);
 #pragma unroll
             for (int block = 0; block < TILE_Q / 8; ++block) {
@@ -874,10 +906,11 @@ __device__ __forceinline__ void make_dscores(const Args& args, const Mask& mask,
             self.wait(DSCORES_EMPTY, stage, parity_of(visit) ^ 1);
             wgmma_wait_group<0>();
             pin(dweights);
-            differentiate(dweights, weights, columns);
+            differentiate(dweights, weights, columns, row_delta);
             if (tested) hide(dweights, self.shown(number, visit));
             convert(dscores, dweights);
             self.store_dscores(stage, dscores);
+            self.show_dscores(stage);
             self.release(WEIGHTS_EMPTY);
             self.release(DOUTS_EMPTY, dout_stage);
 
@@ -894,7 +927,7 @@ __device__ __forceinline__ void make_dscores(const Args& args, const Mask& mask,
             wgmma_wait_group<0>();
             pin(dq);
             self.release(DSCORES_EMPTY, stage);
-            self.store_part(visit, dq);
+            self.send_part(visit, dq);
         }
         self.release(VALUES_EMPTY);
         bar_sync(TOKEN, CONSUMERS * WARPGROUP);  // the other has read the keys, too

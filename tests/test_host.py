@@ -1047,7 +1047,8 @@ def orders(draw):
     query_tiles, key_tiles = -(-queries // tile_q), -(-keys // tile_k)
     heads = draw(st.integers(1, 4))
     problem = SimpleNamespace(queries=queries, keys=keys, mask=mask, key_heads=heads)
-    variant = SimpleNamespace(engine=draw(st.sampled_from(("portable", "sm90"))), tile_q=tile_q, tile_k=tile_k)
+    engine, head_dim = draw(st.sampled_from(("portable", "sm90"))), draw(st.sampled_from((64, 256)))
+    variant = SimpleNamespace(engine=engine, head_dim=head_dim, tile_q=tile_q, tile_k=tile_k)
     passes = _plan._passes(problem, variant, key_tiles, blocks)
     return SimpleNamespace(
         **vars(problem), **_plan._shifts(problem), group=group, blocks=blocks, tile_q=tile_q, tile_k=tile_k,

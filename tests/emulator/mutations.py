@@ -435,31 +435,30 @@ MUTATIONS = (
     ),
     # Gradients on Hopper: fences
     in_backward_sm90(
-        "ds_not_fenced", "fence_proxy_async();\n        sync_warp();\n        release(DSCORES_FULL",
-        "sync_warp();\n        release(DSCORES_FULL", HOPPER_GRADIENT,
+        "ds_not_fenced", "show(DSCORES_FULL, stage); }", "sync_warp(), release(DSCORES_FULL, stage); }", HOPPER_GRADIENT,
     ),
     in_backward_sm90(
-        "part_not_fenced", "fence_proxy_async();\n            sync_warp();\n            release(PARTS_FULL",
-        "sync_warp();\n            release(PARTS_FULL", HOPPER_GRADIENT,
+        "part_not_fenced", "show(PARTS_FULL, index); }", "sync_warp(), release(PARTS_FULL, index); }", HOPPER_GRADIENT,
     ),
     in_backward_sm90(
         "grads_not_fenced", "fence_proxy_async();\n                bar_sync", "bar_sync", HOPPER_GRADIENT,
     ),
     # Waits, parities, releases
     in_backward_sm90(
-        "stages_released_under_dv_and_dk", "wgmma_wait_group<1>();  // for dv and dk of the visit before", "",
+        "stages_released_under_dv_and_dk", "wgmma_wait_group<0>();  // for dv and dk of the visit before", "",
         HOPPER_GRADIENT,
     ),
     in_backward_sm90(
-        "parity_of_ds_not_flipped", "self.wait(DSCORES_FULL, stage, parity ^ 1)",
-        "self.wait(DSCORES_FULL, stage, parity)", HOPPER_GRADIENT,
+        "parity_of_ds_not_flipped", "parity_of(visit - 1));\n            await_token();",
+        "parity_of(visit + 1));\n            await_token();", HOPPER_GRADIENT,
     ),
     in_backward_sm90(
         "parity_of_parts_not_flipped", "wait(PARTS_EMPTY, index, (visit * PIECES + piece) % 2 ^ 1)",
         "wait(PARTS_EMPTY, index, 1)", HOPPER_GRADIENT,
     ),
     in_backward_sm90(
-        "ds_written_before_it_is_read", "self.wait(DSCORES_EMPTY, stage, parity);  // here", "// here", HOPPER_GRADIENT,
+        "ds_written_before_it_is_read", "self.wait(DSCORES_EMPTY, stage, parity_of(visit));  // here", "// here",
+        HOPPER_GRADIENT,
     ),
     in_backward_sm90(
         "part_overwritten_before_it_has_left", "cp_async_bulk_wait_group_read<0>();\n                mbarrier_arrive",
@@ -470,8 +469,8 @@ MUTATIONS = (
         "if (first_thread()) cp_async_bulk_wait_group_read<0>();  // what lay there has left", "", HOPPER_GRADIENT,
     ),
     in_backward_sm90(
-        "late_dq_left_out", "visit - (visits < LAG ? visits : LAG)", "visit - (visits < LAG ? visits : 1)",
-        HOPPER_GRADIENT,
+        "late_dq_left_out", "self.send_part(visit - 1, dq);\n        self.release(KEYS_EMPTY);",
+        "self.release(KEYS_EMPTY);", HOPPER_GRADIENT,
     ),
     in_backward_sm90("first_token_not_given", "if (index == 1) give_token();", "", HOPPER_GRADIENT),
     # Turns
@@ -485,7 +484,7 @@ MUTATIONS = (
         "add_release(held, 1);", replace(HOPPER_ROUND, heads=4, key_heads=4), blocks=3,
     ),
     in_backward_sm90(
-        "turn_of_the_part_before_forgotten", "                hand_on();\n", "                held = nullptr;\n",
+        "turn_of_the_part_before_forgotten", "if (!LATE) hand_on();", "if (!LATE) held = nullptr;",
         HOPPER_ROUND, blocks=3,
     ),
     # Masks and places
@@ -500,8 +499,8 @@ MUTATIONS = (
         PANELS,
     ),
     in_backward_sm90(
-        "head_of_the_group_left_out", "step.head = item.key_head * args.group + place.head;",
-        "step.head = item.key_head * args.group;", HOPPER_ROUND,
+        "head_of_the_group_left_out", "const int head = item().key_head * args.group + place.head,",
+        "const int head = item().key_head * args.group,", HOPPER_ROUND,
     ),
     # Roles
     in_backward_sm90(
