@@ -208,16 +208,23 @@ class Host:
     with_device = nullcontext
 
     def __init__(self, emulator):
-        self.emulator, self.memory = emulator, []
+        self.emulator, self.memory, self.counted = emulator, [], []
 
     def current_device(self):
         return None
 
-    def ticket(self, device):
-        """Address of an int32 that is 0."""
-        array = self.empty((1,), np.dtype(np.int32))
-        array[0] = 0
+    def counters(self, device, count):
+        """Address of int32 that are 0."""
+        array = self.empty((count,), np.dtype(np.int32))
+        array[...] = 0
+        self.counted.append(array)
         return array.data.ptr
+
+    def integers(self, array, lowest, highest):
+        """A copy as int32, what lies outside two numbers brought to the nearer."""
+        made = self.empty(array.shape, np.dtype(np.int32))
+        made[...] = np.clip(array, lowest, highest)
+        return made
 
     tensor_map = staticmethod(tensor_map.encode)
 
@@ -268,6 +275,20 @@ class _Backward(_launch._GpuBackward):
         seen = {name: x.view(DeviceArray) for name, x in arrays.items()}
         made = self._run(seen, tuple(x.view(DeviceArray) for x in grads))
         return grads or tuple(x.view(np.ndarray) for x in made)
+
+
+class _Decode(_launch._GpuDecode):
+    """A prepared call of `decode` on the emulator."""
+
+    def __call__(self, arrays, out):
+        self.backend.memory += [(x, False) for x in arrays.values()] + ([] if out is None else [(out, True)])
+        seen = {name: x.view(DeviceArray) for name, x in arrays.items()}
+        result = self._run(seen, None if out is None else out.view(DeviceArray))
+        if any(x.any() for x in self.backend.counted):
+            raise EmulatorError("decode: counters are not 0 after the launch")
+        made, *lse = (x.view(np.ndarray) for x in (result if self.return_lse else (result,)))
+        out = made if out is None else out
+        return (out, *lse) if lse else out
 
 
 class Emulator:
@@ -337,3 +358,19 @@ class Emulator:
             **({"dlse": None} | arrays), scale=scale, causal=causal, window=window, grads=grads, engine=engine
         )
         return _Backward(problem, self.plan(problem), Host(self))(arrays, tuple(grads or ()))
+
+    def decode(
+        self, q, k_cache, v_cache, *, lengths=None, page_table=None, scale=None, causal=True, window=None, splits=None,
+        batch_invariant=False, return_lse=False, out=None, engine=None,
+    ):  # fmt: skip
+        """`cuflash.decode` of NumPy arrays, by the kernel. ``engine`` is None or "emulated"."""
+        engine = None if engine == "emulated" else engine
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths, "page_table": page_table}
+        given = {name: None if x is None else _problem.adopt("decode", name, x) for name, x in given.items()}
+        problem = _problem.decode(
+            **given, scale=scale, causal=causal, window=window, splits=splits, batch_invariant=batch_invariant,
+            return_lse=return_lse, out=out, engine=engine,
+        )  # fmt: skip
+        arrays = dict(zip(("q", "k", "v", "lengths", "page_table"), given.values(), strict=True))
+        arrays = {name: x for name, x in arrays.items() if x is not None}
+        return _Decode(problem, self.plan(problem), Host(self))(arrays, out)
