@@ -228,7 +228,7 @@ class _CuPy:
     def __init__(self):
         import cupy
 
-        self.empty, self.multiply, self.clip = cupy.empty, cupy.multiply, cupy.clip
+        self.empty, self.multiply = cupy.empty, cupy.multiply
         self.current_device, self.with_device = cupy.cuda.runtime.getDevice, cupy.cuda.Device
         self.current_stream = cupy.cuda.get_current_stream
 
@@ -239,7 +239,7 @@ class _CuPy:
 
     def integers(self, array, lowest, highest):
         """A copy as int32 in C order, what lies outside two numbers brought to the nearer."""
-        return self.clip(array, lowest, highest).astype(np.int32, order="C")
+        return array.clip(lowest, highest).astype(np.int32, order="C")
 
     def clear(self, array):
         """Fill a contiguous array with zero bytes."""

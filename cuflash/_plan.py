@@ -193,22 +193,28 @@ def hopper_variant(dtype, mask, head_dim, value_dim, keys=0):
     )  # fmt: skip
 
 
-# Tiles of decode, by the larger of the padded head dims: tile_k, warps, stages, blocks a multiprocessor. Two blocks, so
-# that one ends while another works; stages that fill shared memory, fewer where there is less of it.
-DECODE_TILES = {32: (64, 4, 3, 2), 64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2),
-                256: (16, 2, 3, 2)}  # fmt: skip
-DECODE_ROWS = 16  # of a tile
+# Tiles of decode, by the larger of the padded head dims: tile_k, warps, stages; the first that fit shared memory are
+# taken. Two blocks a multiprocessor fill it, so that one begins or ends while the other has much on its way.
+DECODE_TILES = {
+    32: ((64, 4, 3), (64, 4, 2)),
+    64: ((32, 4, 3), (32, 4, 2)),
+    96: ((16, 4, 4), (16, 4, 3)),
+    128: ((16, 4, 3), (16, 4, 2)),
+    192: ((16, 4, 2), (16, 2, 3)),
+    256: ((16, 2, 3), (16, 2, 2)),
+}
+DECODE_ROWS, DECODE_BLOCKS = 16, 2  # rows of a tile, blocks a multiprocessor
 
 
 def decode_variant(dtype, head_dim, value_dim, limits):
     """The kernel of decode for padded head dims."""
-    tile_k, warps, most, blocks = DECODE_TILES[max(head_dim, value_dim)]
-    for stages in range(most, 1, -1):
+    for tile_k, warps, stages in DECODE_TILES[max(head_dim, value_dim)]:
         ring = 2 * stages * tile_k * (head_dim + value_dim)
         shared = 2 * DECODE_ROWS * head_dim + warps * (ring + 8 * DECODE_ROWS) + 16
         if shared <= limits.shared_bytes:
             break
-    return Variant("decode", dtype, "window", head_dim, value_dim, DECODE_ROWS, tile_k, warps, blocks, stages, shared)
+    tiles = DECODE_ROWS, tile_k, warps, DECODE_BLOCKS, stages
+    return Variant("decode", dtype, "window", head_dim, value_dim, *tiles, shared)
 
 
 # Engines --------------------------------------------------------------------------------------------------------
@@ -521,8 +527,10 @@ def _portable_decode(problem, limits, reason):
         if table is None:
             continue
         if table.dtype != "int32":
+            kind = np.iinfo(table.dtype)
             highest = {"lengths": problem.keys, "page_table": pages[0]}[table.name]
-            copies[table.name] = _layout.Integers(table.name, table.shape, -1, highest)
+            limits_of = max(-1, kind.min), min(highest, kind.max)
+            copies[table.name] = _layout.Integers(table.name, table.shape, *limits_of)
         steps = table.strides if table.dtype == "int32" else contiguous((*table.shape, 1), range(len(table.shape)), 4)
         args |= dict(zip(strides, steps, strict=False))
     if splits > 1:

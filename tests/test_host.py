@@ -663,6 +663,13 @@ DECODE = [
         "page_table has dtype float64; wanted integers",
     ),
     (CACHED, words(lengths=LENGTHS.astype(np.float32)), TypeError, "lengths has dtype float32; wanted integers"),
+    (CACHED, words(splits=0), ValueError, "splits is 0; wanted 1 or more"),
+    (CACHED, words(splits=True), TypeError, "splits is True; wanted an integer or None"),
+    (CACHED, words(splits=2.0), TypeError, "splits is 2.0; wanted an integer or None"),
+    (
+        [Q, CACHE, CACHE], words(page_table=np.broadcast_to(TABLE[:, :1], (3, 2 * 10**8)), lengths=LENGTHS), ValueError,
+        "page_table has room for 1200000000 keys a sequence; wanted at most 1000000000",
+    ),
     (CACHED, words(lengths=LENGTHS > 0), TypeError, "lengths has dtype bool; wanted integers"),
     (CACHED, words(lengths=[1, 2, 3]), TypeError, f"lengths is a list; wanted {ANY}"),
     (CACHED, words(lengths=LENGTHS[:2]), ValueError, "lengths has shape (2,); wanted (3,)"),
@@ -767,7 +774,7 @@ def test_an_empty_out_is_legal(shape):
     "function, count, sentence",
     [
         ("backward", 6, "has no GPU kernel for float32 yet; wanted float16 or bfloat16, or NumPy arrays"),
-        ("decode", 3, "has no GPU kernel yet; wanted NumPy arrays, such as those of cupy.asnumpy"),
+        ("decode", 3, "has no GPU kernel for float32 yet; wanted float16 or bfloat16, or NumPy arrays"),
     ],
 )
 def test_no_gpu_kernel_yet(function, count, sentence):
@@ -1403,6 +1410,7 @@ EXAMPLES = [_plan.forward_variant(dtype, mask, 64, 64, HOPPER) for dtype in DTYP
 EXAMPLES += [_plan.hopper_variant("float16", mask, 64, 64) for mask in _masks.MASKS]
 EXAMPLES += [_plan.backward_variant("float16", 64, 64, HOPPER), _plan.hopper_backward_variant("float16", 64)]
 EXAMPLES += [_plan.rows_variant("float16"), _plan.finish_variant("float16")]
+EXAMPLES += [_plan.decode_variant("float16", 64, 64, HOPPER)]
 EXAMPLES = list(dict.fromkeys(EXAMPLES))  # float32 and float64 have one kernel for all masks
 
 
@@ -1464,7 +1472,7 @@ def test_args_lie_where_the_struct_puts_them(kernel):
     """The layout of C, computed from the struct's declaration."""
     file, args = _variant.KERNELS[kernel]
     sizes = {"const char*": 8, "char*": 8, "int64": 8, "int": 4, "float": 4, "double": 8, "Strides": 32, "Schedule": 16}
-    sizes["TensorMap"] = 128
+    sizes |= {"TensorMap": 128, "uint32": 4}
     offset, widest, found = 0, 1, {}
     file = file if "Args" in structs(file) else "backward_args.cuh"
     declarations = re.sub("//.*", "", structs(file)["Args"]).replace("char* ", "char *")
