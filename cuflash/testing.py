@@ -12,8 +12,8 @@ and each check asks one thing of an attention for a recipe, and raises Assertion
 
 ``my_attention(q, k, v, *, scale, causal, window, return_lse)`` behaves as `cuflash.forward` does. Checks take, after
 it and the recipe, ``xp`` (numpy or cupy: whose arrays to pass) and ``path`` (whose constants the bound uses, by
-default "numpy <dtype>" or "portable <dtype>"). `forward_checks`, `gradient_checks` and `decode_checks` hold them all. There is no
-tolerance here: everything is judged by `cuflash.bounds`, or by bits.
+default "numpy <dtype>" or "portable <dtype>"). `forward_checks`, `gradient_checks` and, for `CacheRecipe`s,
+`decode_checks` hold them all. There is no tolerance here: everything is judged by `cuflash.bounds`, or by bits.
 """
 
 from dataclasses import dataclass, replace
@@ -212,7 +212,7 @@ def problems(draw, *, dtypes=DTYPES, max_length=160, max_head_dim=256, layouts=L
 
 # Recipes of decode ------------------------------------------------------------------------------------------------
 
-PAGE_SIZES = (None, 1, 2, 16, 7, 48, 64, 300)
+PAGE_SIZES = (None, None, None, 1, 2, 16, 7, 48, 64, 300)
 CACHE_LAYOUTS = ("contiguous", "swapped", "offset", "strided", "reversed", "stepped")
 
 
@@ -389,15 +389,15 @@ def fuzz(check, attention, *, examples=100, xp=np, path=None, **strategy):
     Parameters
     ----------
     check : function
-        One of `forward_checks` or `gradient_checks`.
+        One of `forward_checks`, `gradient_checks` or `decode_checks`.
     attention : function
-        Behaves as `cuflash.forward`.
+        Behaves as `cuflash.forward`, for the last of them as `cuflash.decode`.
     examples : int
         Recipes to draw.
     xp, path
         As checks take them.
     **strategy
-        Keywords of `problems`.
+        Keywords of `problems`, or of `caches`.
 
     Raises
     ------
@@ -408,7 +408,7 @@ def fuzz(check, attention, *, examples=100, xp=np, path=None, **strategy):
     @settings(
         max_examples=examples, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
     )
-    @given(problems(**strategy))
+    @given((caches if check in decode_checks else problems)(**strategy))
     def holds(recipe):
         check(attention, recipe, xp, path)
 
