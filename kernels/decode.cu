@@ -278,9 +278,8 @@ struct Part {
     // Adds a row over other keys, of which `load(column)` gives a quad of out.
     template <typename Load>
     __device__ __forceinline__ void add(const SoftmaxRow<float>& other, Load load) {
-        const bool empty = other.sum == 0;  // it has seen nothing, and what its out holds is of no matter
         const float factor = row.raise(other.reference);
-        const float weight = empty ? 0.0f : ex2_approx(other.shift() - row.shift());
+        const float weight = other.sum == 0 ? 0.0f : ex2_approx(other.shift() - row.shift());  // 0: it has seen nothing
         row.sum = fused_multiply_add(weight, other.sum, row.sum);
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {
@@ -288,7 +287,7 @@ struct Part {
             const Quad quad = load(column_of(p));
 #pragma unroll
             for (int e = 0; e < QUAD; ++e) {
-                out[p].values[e] = fused_multiply_add(weight, empty ? 0.0f : quad.values[e], out[p].values[e] * factor);
+                out[p].values[e] = fused_multiply_add(weight, quad.values[e], out[p].values[e] * factor);
             }
         }
     }

@@ -337,6 +337,11 @@ class Emulator:
             for step in self.plan(problem).steps:
                 self.build(step.variant)
 
+    def prepare_decode(self, q, k_cache, v_cache):
+        """Compile the kernel of a call of `decode`, which is the same for all keywords."""
+        dims = _plan._padded(q.shape[-1], v_cache.shape[-1])
+        self.build(_plan.decode_variant(q.dtype.name, *dims, self.limits))
+
     def forward(self, q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, engine=None):
         """`cuflash.forward` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""
         engine = None if engine == "emulated" else engine
