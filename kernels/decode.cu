@@ -138,49 +138,65 @@ constexpr int LANES = least(8, least(KeyTile::CHUNKS & -KeyTile::CHUNKS, ValueTi
 constexpr int ROW_STEP = WARP / LANES;
 constexpr int LANE_ROWS = TILE_K / ROW_STEP;
 
-// Where the rows of a tile that a lane copies lie: their page, -1 where nothing is to be read, and their place in it.
+struct Lane {
+    uint32 row, chunk;  // the first of each
+    __device__ Lane() {
+        const uint32 lane = lane_index();
+        row = lane / LANES;
+        chunk = lane % LANES;
+    }
+};
+
+// Where the rows of a tile that a lane copies lie: their page and their place in it, -1 where nothing is to be read.
 struct Slots {
     int page[LANE_ROWS], place[LANE_ROWS];
 };
 
-// Looks pages up. Keys that are seen and whose page does not exist are `missing`.
-__device__ __forceinline__ Slots look_up(const Pages& pages, const Work& work, int tile, bool& missing) {
+// Sends for the pages of a tile. Nothing here waits for them.
+__device__ __forceinline__ Slots look_up(const Pages& pages, const Work& work, const Lane& lane, int tile) {
     Slots slots;
 #pragma unroll
     for (int n = 0; n < LANE_ROWS; ++n) {
-        const int key = tile * TILE_K + lane_index() / LANES + n * ROW_STEP;
-        slots.page[n] = -1;
-        slots.place[n] = 0;
-        if (key >= work.first_key && key < work.end_key) {
-            const int page = pages.size.divide(key);
-            slots.page[n] = pages.number(page);
-            slots.place[n] = key - page * pages.size.value;
-            missing |= slots.page[n] < 0;
-        }
+        const int key = tile * TILE_K + lane.row + n * ROW_STEP, page = pages.size.divide(key);
+        const bool seen = key >= work.first_key && key < work.end_key;
+        slots.place[n] = seen ? key - page * pages.size.value : -1;
+        slots.page[n] = seen ? pages.number(page) : 0;
     }
     return slots;
 }
 
-// Copies a tile of COLUMNS from the rows of a head; what is not to be read becomes zeros.
-template <int COLUMNS>
-__device__ __forceinline__ void copy_rows(uint32 base, const char* head, const Strides& strides, const Slots& slots,
-                                          int columns) {
-    const int row = lane_index() / LANES, chunk = lane_index() % LANES;
-    const int left = columns * 2 - chunk * CHUNK;  // bytes from this lane's first chunk to the row's end
-    const bool whole = columns * 2 % CHUNK == 0;
+// Pages that do not exist are not read, but `missing`.
+__device__ __forceinline__ void check(Slots& slots, const Pages& pages, bool& missing) {
 #pragma unroll
     for (int n = 0; n < LANE_ROWS; ++n) {
-        const char* address = head + slots.page[n] * strides.batch1 + slots.place[n] * strides.row + chunk * CHUNK;
-        const bool read = slots.page[n] >= 0;
+        if (pages.exists(slots.page[n]) || slots.place[n] < 0) continue;
+        slots.place[n] = -1;
+        missing = true;
+    }
+}
+
+// Copies a tile of COLUMNS; what is not to be read becomes zeros. `source` is the lane's first chunk of page 0's row 0.
+template <int COLUMNS>
+__device__ __forceinline__ void copy_rows(uint32 base, const char* source, const Strides& strides, const Slots& slots,
+                                          const Lane& lane, int columns) {
+    auto each = [&](auto copy) {
 #pragma unroll
-        for (int c = 0; c < Tile<COLUMNS>::CHUNKS; c += LANES) {
-            const uint32 to = base + Tile<COLUMNS>::offset(row + n * ROW_STEP, chunk + c);
-            if (whole) {
-                cp_async_16(to, address + c * CHUNK, read && c * CHUNK < left);
-            } else {
-                cp_async_16(to, address + c * CHUNK, read ? clamp(left - c * CHUNK, 0, CHUNK) : 0);
+        for (int n = 0; n < LANE_ROWS; ++n) {
+            const char* address = source + slots.page[n] * strides.batch1 + slots.place[n] * strides.row;
+#pragma unroll
+            for (int c = 0; c < Tile<COLUMNS>::CHUNKS; c += LANES) {
+                const uint32 to = base + Tile<COLUMNS>::offset(lane.row + n * ROW_STEP, lane.chunk + c);
+                const int left = columns * 2 - static_cast<int>(lane.chunk + c) * CHUNK;  // bytes to the row's end
+                copy(to, address + c * CHUNK, left, slots.place[n] >= 0);
             }
         }
+    };
+    if (columns * 2 % CHUNK == 0) {
+        each([](uint32 to, const char* from, int left, bool read) { cp_async_16(to, from, read && left > 0); });
+    } else {
+        each([](uint32 to, const char* from, int left, bool read) {
+            cp_async_16(to, from, read ? clamp(left, 0, CHUNK) : 0);
+        });
     }
 }
 
@@ -368,7 +384,7 @@ __device__ __noinline__ bool exist(const Args& args, int first, int end) {
     const Pages pages = pages_of(args, locate(args));
     bool missing = false;
     for (int n = pages.size.divide(first) + lane_index(); n * static_cast<int64>(pages.size.value) < end; n += WARP) {
-        missing |= pages.number(n) < 0;
+        missing |= !pages.exists(pages.number(n));
     }
     return !any(missing);
 }
@@ -446,31 +462,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
     cp_async_commit_group();
 
     // Tile n of the warp goes through stage n % STAGES. Every step commits a group, be there something in it or not.
+    const Lane lane;
+    const char* keys = args.k + place.key_head * args.k_strides.head + lane.chunk * CHUNK;
+    const char* values = args.v + place.key_head * args.v_strides.head + lane.chunk * CHUNK;
     bool missing = false;
     auto tile_of = [&](int n) { return work.first_tile + warp_index() + n * WARPS; };
     auto load_keys = [&](int tile, int stage, const Slots& slots) {
         if (tile < work.end_tile) {
-            const char* head = args.k + place.key_head * args.k_strides.head;
-            copy_rows<HEAD_DIM>(ring + stage * STAGE_BYTES, head, args.k_strides, slots, args.head_dim);
+            copy_rows<HEAD_DIM>(ring + stage * STAGE_BYTES, keys, args.k_strides, slots, lane, args.head_dim);
         }
         cp_async_commit_group();
     };
     auto load_values = [&](int tile, int stage, const Slots& slots) {
         if (tile < work.end_tile) {
-            const char* head = args.v + place.key_head * args.v_strides.head;
-            copy_rows<VALUE_DIM>(ring + stage * STAGE_BYTES + KEY_BYTES, head, args.v_strides, slots, args.value_dim);
+            copy_rows<VALUE_DIM>(ring + stage * STAGE_BYTES + KEY_BYTES, values, args.v_strides, slots, lane,
+                                 args.value_dim);
         }
         cp_async_commit_group();
     };
     Slots first[STAGES];
 #pragma unroll
-    for (int n = 0; n < STAGES; ++n) first[n] = look_up(pages, work, tile_of(n), missing);
+    for (int n = 0; n < STAGES; ++n) first[n] = look_up(pages, work, lane, tile_of(n));
+    Slots next = look_up(pages, work, lane, tile_of(STAGES));
 #pragma unroll
     for (int n = 0; n < STAGES; ++n) {
+        check(first[n], pages, missing);
         load_keys(tile_of(n), n, first[n]);
         if (n < STAGES - 1) load_values(tile_of(n), n, first[n]);
     }
-    Slots slots = first[STAGES - 1], next = look_up(pages, work, tile_of(STAGES), missing);
+    Slots slots = first[STAGES - 1];
     cp_async_wait_group<2 * STAGES - 1>();
     sync_threads();  // the rows of q are here
 
@@ -494,9 +514,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
 
         cp_async_wait_group<2 * STAGES - 2>();
         sync_warp();  // the values are here, and all have left the keys
-        load_keys(tile + STAGES * WARPS, stage, next);
         slots = next;
-        next = look_up(pages, work, tile + (STAGES + 1) * WARPS, missing);
+        check(slots, pages, missing);
+        load_keys(tile + STAGES * WARPS, stage, slots);
+        next = look_up(pages, work, lane, tile + (STAGES + 1) * WARPS);
 
         raise(rows, out, scores, score);
         accumulate(rows, out, scores, score, ring + stage * STAGE_BYTES + KEY_BYTES, lane_v);

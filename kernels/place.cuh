@@ -80,10 +80,12 @@ struct Pages {
     int sequence, count;  // count: of pages in the cache
     Divisor size;         // keys of a page
 
-    // Page n of the sequence; -1 where the table names none that exists.
+    // Page n of the sequence, as the table has it.
     __device__ __forceinline__ int number(int n) const {
-        int page = table == nullptr ? sequence : load_global<int>(table + n * step);
-        return static_cast<uint32>(page) < static_cast<uint32>(count) ? page : -1;
+        return table == nullptr ? sequence : load_global<int>(table + n * step);
+    }
+    __device__ __forceinline__ bool exists(int page) const {
+        return static_cast<uint32>(page) < static_cast<uint32>(count);
     }
 };
 
