@@ -192,14 +192,19 @@ class Variant:
         return self.kernel in owners.get(field.name, ("forward_sm90",))
 
     @property
+    def function(self):
+        """The function that it is for."""
+        return self.kernel.split("_")[0]
+
+    @property
     def forward(self):
         """Whether it is one of forward's."""
-        return self.kernel.startswith("forward")
+        return self.function == "forward"
 
     @property
     def backward(self):
         """Whether it is one of backward's."""
-        return self.kernel.startswith("backward")
+        return self.function == "backward"
 
     @property
     def hopper(self):
