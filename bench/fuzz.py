@@ -240,7 +240,10 @@ def decode_one(variant, seed, engine):
     wanted = cuflash.bounds.decode(*values, path=path, lengths=lengths, **recipe.keywords)
     found = [0.0]
     for b, judged in enumerate(rows):
-        for actual, exact, bound in ((results[0], wanted.out, wanted.out_bound), (results[1], wanted.lse, wanted.lse_bound)):
+        for actual, exact, bound in (
+            (results[0], wanted.out, wanted.out_bound),
+            (results[1], wanted.lse, wanted.lse_bound),
+        ):
             found.append(gpu.over_bound(*(x[b][:, judged] for x in (actual, exact, bound))))
     for one, other in zip(results, again, strict=True):
         if one.tobytes() != other.tobytes():
@@ -422,7 +425,11 @@ def main(argv=None):
     begin = time.monotonic()
     variants = [variant for variant in _plan.variants(gpu.limits()) if variant.engine == options.engine]
     variants = [variant for variant in variants if variant.element in options.dtype.split(",")]
-    mains = {"forward": ("forward", "forward_fma", "forward_sm90"), "backward": ("backward", "backward_sm90"), "decode": ("decode",)}
+    mains = {
+        "forward": ("forward", "forward_fma", "forward_sm90"),
+        "backward": ("backward", "backward_sm90"),
+        "decode": ("decode",),
+    }
     variants = [variant for variant in variants if variant.kernel in mains[options.what]]
     if options.replay:
         (variant,) = (variant for variant in variants if variant.name == options.replay[0])

@@ -273,7 +273,7 @@ class _CuPy:
                 capturing = self.is_capturing()
                 made = size if capturing else max(ZEROS, 8 * size)
                 with self.with_device(device):
-                    zeros = self.empty((made // 4,), np.int32)
+                    zeros = self.empty((made // 4,), np.dtype(np.int32))
                     self.clear(zeros)
                     if capturing:  # the graph clears them, each time: only where others have taken all that there was
                         _kept.append(zeros)
@@ -500,7 +500,7 @@ class _GpuDecode(_Gpu):
         self._launch(pointers)
         if "out" in copies:
             result[...] = held["out"][..., : result.shape[-1]]
-        if self.backend.is_capturing():
+        if (copies or self.counters) and self.backend.is_capturing():
             _kept.append([held[name] for name in (*copies, "parts") if name in held])
         return (result, lse) if self.return_lse else result
 
@@ -519,7 +519,8 @@ def decode(
             _problem.check_overlap("decode", "out", out, _named(arrays))
         return call(arrays, out)
     arrays = {
-        name: _problem.adopt("decode", public, x) for (name, x), public in zip(arrays.items(), _named(arrays), strict=True)
+        name: _problem.adopt("decode", public, x)
+        for (name, x), public in zip(arrays.items(), _named(arrays), strict=True)
     }
     out = out if out is None else _problem.adopt("decode", "out", out)
     problem = _problem.decode(

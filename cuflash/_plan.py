@@ -226,7 +226,8 @@ def plan(problem, limits):
         return Plan("numpy", "the arrays are NumPy's")
     if problem.function != "forward" and problem.dtype not in ("float16", "bfloat16"):
         raise NotImplementedError(
-            f"{problem.function}: has no GPU kernel for {problem.dtype} yet; wanted float16 or bfloat16, or NumPy arrays"
+            f"{problem.function}: has no GPU kernel for {problem.dtype} yet; "
+            f"wanted float16 or bfloat16, or NumPy arrays"
         )
     portable, hopper = {
         "forward": (_portable_forward, _hopper_forward),

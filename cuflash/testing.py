@@ -762,9 +762,7 @@ def check_decode_one_by_one(decode, recipe, xp=np, path=None):
         q, k, v = (x[b : b + 1] for x in values)
         one = replace(recipe, lengths=(length,), spare=0, page_size=None)
         alone = one.arrays(xp, (q, k[:, :, :length], v[:, :, :length]))
-        _assert_alike(
-            f"sequence {b} alone", [x[b : b + 1] for x in results], _decoded(decode, one, alone, **changes)
-        )
+        _assert_alike(f"sequence {b} alone", [x[b : b + 1] for x in results], _decoded(decode, one, alone, **changes))
 
 
 def check_decode_rerun(decode, recipe, xp=np, path=None):

@@ -1,15 +1,15 @@
-// out = softmax(scale q k^T) v and lse of the newest rows of sequences whose keys lie in a cache, for 16-bit elements, on
-// any GPU since sm_80.
+// out = softmax(scale q k^T) v and lse of the newest rows of sequences whose keys lie in a cache, for 16-bit elements,
+// on any GPU since sm_80.
 //
 //   q (sequences, heads, queries, head_dim), k, v (pages, key_heads, page_size, head_dim or value_dim), lengths and a
 //   table of pages -> out (sequences, heads, queries, value_dim), lse (sequences, heads, queries)
 //
-// The algorithm is Flash-Decoding (Dao, Haziza, Massa & Sizov 2023). Few rows see many keys, so blocks share the keys of
-// a sequence: a block owns TILE_Q packed rows of one key head's group, and a split, a run of whole tiles of TILE_K keys.
-// How many tiles a split has follows from the sequence's own length, which the device alone knows; blocks for which none
-// is left end at once. A warp owns every WARPS-th tile of the split, and all rows: it copies keys and values for itself,
-// STAGES tiles ahead, into a ring in shared memory of its own, and waits for no other warp. A quad of its threads owns two
-// rows, in the layout of mma.m16n8k16.
+// The algorithm is Flash-Decoding (Dao, Haziza, Massa & Sizov 2023). Few rows see many keys, so blocks share the keys
+// of a sequence: a block owns TILE_Q packed rows of one key head's group, and a split, a run of whole tiles of TILE_K
+// keys. How many tiles a split has follows from the sequence's own length, which the device alone knows; blocks for
+// which none is left end at once. A warp owns every WARPS-th tile of the split, and all rows: it copies keys and values
+// for itself, STAGES tiles ahead, into a ring in shared memory of its own, and waits for no other warp. A quad of its
+// threads owns two rows, in the layout of mma.m16n8k16.
 //
 // A warp's result is a part: out against a reference of its own, and the sum of weights. At the end the block adds the
 // parts of its warps in their order, a warp a row. Where there are several splits the sum is a part again, in global
@@ -99,7 +99,8 @@ __device__ __forceinline__ Mask mask_of(const Args& args, const Paged& place) {
         keys = uniform(clamp(load_global<int>(args.lengths + place.sequence * args.length_stride), 0, args.capacity));
     }
     const int offset = args.top_left ? 0 : keys - args.queries;
-    return Mask(keys, clamp(offset - args.left, -args.queries, keys), clamp(offset + args.right + 1, -args.queries, keys));
+    const int first_shift = offset - args.left, end_shift = offset + args.right + 1;
+    return Mask(keys, clamp(first_shift, -args.queries, keys), clamp(end_shift, -args.queries, keys));
 }
 
 // What a block has to do.
@@ -372,7 +373,8 @@ __device__ __noinline__ void careful_decode(const Args& args, int row, char* out
     const Pages pages = pages_of(args, place);
     auto row_of = [&](const char* base, const Strides& strides, int j) {
         const int page = pages.size.divide(j);
-        return base + strides.offset(0, pages.number(page), place.key_head) + (j - page * pages.size.value) * strides.row;
+        const int row = j - page * pages.size.value;
+        return base + strides.offset(0, pages.number(page), place.key_head) + row * strides.row;
     };
     careful_row_of(
         args, place.row(args.q, args.q_strides, row), [&](int j) { return row_of(args.k, args.k_strides, j); },
@@ -495,7 +497,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
     sync_threads();  // the rows of q are here
 
     const uint32 lane_q = lane_of_a<HEAD_DIM>(), lane_k = lane_of_b<HEAD_DIM>(), lane_v = lane_of_a<VALUE_DIM>();
-    auto load_query = [&](uint32(&a)[4], int, int step) { ldmatrix_x4(a, shared + QueryTile::step(lane_q, 0, 2 * step)); };
+    auto load_query = [&](uint32(&a)[4], int, int step) {
+        ldmatrix_x4(a, shared + QueryTile::step(lane_q, 0, 2 * step));
+    };
     Out out = {};
     Rows rows;
 

@@ -70,7 +70,8 @@ struct Divisor {
     uint32 multiplier;  // 2^32 (2^shift - value) / value, rounded down, + 1
     int shift;          // 2^shift is the least power of two not below value
 
-    __device__ __forceinline__ int divide(int n) const { return (multiply_high(n, multiplier) + n) >> shift; }  // n >= 0
+    // Of n >= 0.
+    __device__ __forceinline__ int divide(int n) const { return (multiply_high(n, multiplier) + n) >> shift; }
 };
 
 // The pages that hold a sequence's keys. A cache in one piece has a page of its own for each sequence.
@@ -89,8 +90,8 @@ struct Pages {
     }
 };
 
-// Sequences whose keys lie in pages. A block owns a tile of one key head's packed rows, those of all heads of its group,
-// and one split of the keys that they see.
+// Sequences whose keys lie in pages. A block owns a tile of one key head's packed rows, those of all heads of its
+// group, and one split of the keys that they see.
 struct Paged {
     int sequence, key_head, split, tile;
     int group;  // query heads of a key head

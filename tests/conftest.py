@@ -70,9 +70,9 @@ def emulator():
 def engine(request):
     """Each engine: its name, with ``name`` and ``xp`` as attributes.
 
-    On a GPU `cuflash.forward`, `cuflash.backward` and `cuflash.decode` then run the portable engine, or, for "sm90", what the plan
-    chooses on Hopper: the sm90 engine for what it takes, not all that a test asks for. A module may also ask for
-    "emulated portable" and "emulated sm90": the kernels of either, run on NumPy arrays.
+    On a GPU the functions of cuflash then run the portable engine, or, for "sm90", what the plan chooses on Hopper: the
+    sm90 engine for what it takes, not all that a test asks for. A module may also ask for "emulated portable" and
+    "emulated sm90": the kernels of either, run on NumPy arrays.
     """
     name = request.param.removeprefix("emulated ")
     with pytest.MonkeyPatch.context() as patch:

@@ -75,9 +75,7 @@ def test_last_rows_of_forward(engine, dtypes):
         out, lse = close(engine, q[:, :, 65:], k, v)
         whole = cuflash.forward(q, k, v, causal=True, return_lse=True)
         for results in ((out, lse), (whole[0][:, :, 65:], whole[1][:, :, 65:])):
-            testing.assert_attention_close(
-                results, q, k, v, rows=rows, causal=True, path=path(engine, dtype)
-            )
+            testing.assert_attention_close(results, q, k, v, rows=rows, causal=True, path=path(engine, dtype))
 
 
 @pytest.mark.parametrize("size", [1, 16, 48, 200])

@@ -402,6 +402,37 @@ def test_prepared_calls_are_bounded():
             assert len(_launch._calls) <= 4
 
 
+def test_counters_belong_to_a_stream_or_a_graph(monkeypatch):
+    stream = SimpleNamespace(ptr=0, capturing=False, waited=0)
+    stream.is_capturing = lambda: stream.capturing
+    stream.synchronize = lambda: setattr(stream, "waited", stream.waited + 1)
+    cuda = SimpleNamespace(**vars(PRETENDED.cuda) | {"get_current_stream": lambda: stream})
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(**vars(PRETENDED) | {"cuda": cuda}))
+    for name, empty in (("_counters", {}), ("_spare_zeros", {}), ("_kept", [])):
+        monkeypatch.setattr(_launch, name, empty)
+    backend, taken = _launch._CuPy(), []
+
+    def counters(count, ptr=0, capturing=False):
+        stream.ptr, stream.capturing = ptr, capturing
+        address = backend.counters(0, count)
+        assert not memory(address, (count,), (4,), np.dtype(np.int32)).any() and address % 4 == 0
+        taken.append((address, address + 4 * count))
+        return address
+
+    first = counters(40)
+    assert counters(1) == counters(40) == first, "fewer, or as many, are the same ones"
+    assert counters(41) == counters(33) == taken[-1][0]
+    alone = {first, counters(1000), counters(1, ptr=7), counters(7, capturing=True), counters(7, capturing=True)}
+    assert len(alone) == 5 and stream.waited == 1
+    counters(2**20)  # more than were made at once
+    assert stream.waited == 2
+    counters(2**23, capturing=True)  # more than are left while nothing can be waited for: the graph clears its own
+    assert stream.waited == 2
+    distinct = sorted(set(taken))
+    regions = {a: max(end for b, end in distinct if b == a) for a, _ in distinct}
+    assert all(regions[a] <= b for a, b in zip(sorted(regions), sorted(regions)[1:], strict=False)), "two overlap"
+
+
 def test_a_gpu_before_sm_80_is_refused():
     runtime = SimpleNamespace(
         deviceGetAttribute=lambda *_: 0, cudaDevAttrMaxSharedMemoryPerBlockOptin=0, cudaDevAttrMultiProcessorCount=0
