@@ -572,7 +572,7 @@ def _splits(problem, variant, limits, items):
         return max(min(problem.splits, most), 1), 1
     if problem.batch_invariant:
         return max(-(-most * tile // INVARIANT_KEYS), 1), INVARIANT_KEYS // tile
-    wanted = -(-2 * limits.processors * variant.blocks_per_sm // max(items, 1))
+    wanted = 2 * limits.processors * variant.blocks_per_sm // max(items, 1)  # two whole waves, and no part of a third
     fewest = FEWEST_KEYS if wanted > 1 else FEWEST_BESIDE_OTHERS
     splits = min(max(wanted, -(-most * tile // MOST_KEYS)), -(-most * tile // fewest))
     return max(splits, 1), fewest // tile

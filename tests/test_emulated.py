@@ -24,7 +24,7 @@ CASES = [  # check, dtype, dims, engine, examples: more than 300 for each kernel
     *((check.__name__, dtype, None, "portable", 16) for check in testing.forward_checks for dtype in DTYPES),
     *(("check_bound", dtype, dims, "portable", 6) for dtype, dims in WIDE.items()),
     *((check.__name__, dtype, None, "sm90", 15) for check in testing.forward_checks for dtype in DTYPES[:2]),
-    *((check.__name__, dtype, None, "portable", 26) for check in testing.decode_checks for dtype in DTYPES[:2]),
+    *((check.__name__, dtype, None, "portable", 50) for check in testing.decode_checks for dtype in DTYPES[:2]),
     *(("check_decode_bound", DTYPES[n % 2], dims, "portable", 4) for n, dims in enumerate(DECODE)),
     *(("check_bound", "bfloat16", dims, "sm90", 3) for dims in ((100, 40), (128, 128), (180, 128), (256, 256))),
     *(
