@@ -460,12 +460,11 @@ class _NumpyDecode:
         self.problem = problem
         self.out = _Allocation(_plan.Buffer("out", problem.out_shape, problem.dtype, problem.q.order))
 
-    def __call__(self, arrays, out):
+    def __call__(self, q, k, v, lengths, page_table, out):
         problem = self.problem
         out = self.out(np.empty) if out is None else out
         lse = np.empty(problem.lse_shape, ELEMENTS[problem.dtype].lse) if problem.return_lse else None
-        given = (arrays[name] for name in ("q", "k", "v"))
-        _numpy.decode(problem, *given, arrays.get("lengths"), arrays.get("page_table"), out, lse)
+        _numpy.decode(problem, q, k, v, lengths, page_table, out, lse)
         return (out, lse) if problem.return_lse else out
 
 
@@ -474,70 +473,74 @@ class _GpuDecode(_Gpu):
 
     def __init__(self, problem, plan, backend=None):
         super().__init__(problem, plan, DECODE_POINTERS, backend)
-        buffers = {buffer.name: buffer for buffer in plan.buffers}
-        self.allocations = {name: _Allocation(buffers[name]) for name in ("out", "lse", "parts") if name in buffers}
         self.return_lse = problem.return_lse
-        self.counters = math.prod(buffers["arrived"].shape) if "arrived" in buffers else 0
-        if self.counters:
-            self.backend.counters(self.device, self.counters)  # so that there are some
+        self.out, self.lse = map(_Allocation, plan.buffers[:2])
+        self.parts, self.splits = None, 0
+        if len(plan.buffers) > 2:
+            parts, arrived = plan.buffers[2:]
+            self.parts, self.splits = _Allocation(parts), math.prod(arrived.shape)
+            self.backend.counters(self.device, self.splits)  # so that there are some
 
-    def _run(self, arrays, out):
-        allocations, copies = self.allocations, self.copies
-        result = allocations["out"](self.empty) if out is None else out
-        lse = allocations["lse"](self.empty) if self.return_lse else None
-        if not self.steps:
-            return (result, lse) if self.return_lse else result
-        held = arrays | {"out": result, "lse": lse}
-        for name, copy in copies.items():
-            if isinstance(copy, Integers):
-                held[name] = self.backend.integers(arrays[name], copy.lowest, copy.highest)
-            else:
-                held[name] = self._rows(copy) if name == "out" else self._copied(copy, arrays[name])
-        if "parts" in allocations:
-            held["parts"] = allocations["parts"](self.empty)
-        pointers = [0 if (x := held.get(name)) is None else x.data.ptr for name in self.names[:-1]]
-        pointers.append(self.backend.counters(self.device, self.counters) if self.counters else 0)
-        self._launch(pointers)
-        if "out" in copies:
-            result[...] = held["out"][..., : result.shape[-1]]
-        if (copies or self.counters) and self.backend.is_capturing():
-            _kept.append([held[name] for name in (*copies, "parts") if name in held])
+    def _run(self, q, k, v, lengths, page_table, out):
+        result = self.out(self.empty) if out is None else out
+        lse = self.lse(self.empty) if self.return_lse else None
+        if self.steps:
+            self._decode(q, k, v, result, lse, lengths, page_table)
         return (result, lse) if self.return_lse else result
+
+    def _decode(self, *operands):
+        """Launch on operands in the order of the pointers."""
+        arrays, copies = operands, self.copies
+        if copies:
+            given = zip(self.names, operands, strict=False)
+            arrays = [self._laid_out(copies[name], x) if name in copies else x for name, x in given]
+        parts, counters = None, 0
+        if self.parts is not None:
+            parts, counters = self.parts(self.empty), self.backend.counters(self.device, self.splits)
+        self._launch([*(0 if x is None else x.data.ptr for x in (*arrays, parts)), counters])
+        if "out" in copies:
+            result = operands[self.names.index("out")]
+            result[...] = arrays[self.names.index("out")][..., : result.shape[-1]]
+        if (copies or counters) and self.backend.is_capturing():
+            _kept.append((arrays, parts))
+
+    def _laid_out(self, copy, array):
+        """What stands for an operand that a kernel cannot address."""
+        if isinstance(copy, Integers):
+            return self.backend.integers(array, copy.lowest, copy.highest)
+        return self._rows(copy) if copy.name == "out" else self._copied(copy, array)
 
 
 def decode(
     q, k_cache, v_cache, lengths, page_table, scale, causal, window, splits, batch_invariant, return_lse, out, engine
 ):  # fmt: skip
     """Run ``decode``: by a prepared call where one of its kind has been made before."""
-    arrays = {"q": q, "k": k_cache, "v": v_cache}
-    arrays |= {name: x for name, x in (("lengths", lengths), ("page_table", page_table)) if x is not None}
-    given = (*arrays.values(), *(() if out is None else (out,)))
-    kind = ("decode", *arrays, return_lse, splits, type(splits), bool(batch_invariant))
+    arrays = q, k_cache, v_cache, lengths, page_table
+    given = [x for x in (*arrays, out) if x is not None]
+    kind = (
+        "decode", lengths is None, page_table is None, out is None, return_lse, splits, type(splits),
+        bool(batch_invariant),
+    )  # fmt: skip
     key, call = _prepared(given, kind, scale, causal, window, engine)
+    names = "q", "k_cache", "v_cache", "lengths", "page_table"
     if call is not None:
         if out is not None:
-            _problem.check_overlap("decode", "out", out, _named(arrays))
-        return call(arrays, out)
-    arrays = {
-        name: _problem.adopt("decode", public, x)
-        for (name, x), public in zip(arrays.items(), _named(arrays), strict=True)
-    }
-    out = out if out is None else _problem.adopt("decode", "out", out)
+            named = zip(names, arrays, strict=True)
+            _problem.check_overlap("decode", "out", out, {name: x for name, x in named if x is not None})
+        return call(*arrays, out)
+    *arrays, out = (
+        x if x is None else _problem.adopt("decode", name, x)
+        for name, x in zip((*names, "out"), (*arrays, out), strict=True)
+    )
     problem = _problem.decode(
-        **({"lengths": None, "page_table": None} | _named(arrays)), scale=scale, causal=causal, window=window,
-        splits=splits, batch_invariant=batch_invariant, return_lse=return_lse, out=out, engine=engine,
+        **dict(zip(names, arrays, strict=True)), scale=scale, causal=causal, window=window, splits=splits,
+        batch_invariant=batch_invariant, return_lse=return_lse, out=out, engine=engine,
     )  # fmt: skip
     plan = make_plan(problem)
     call = (_NumpyDecode if plan.engine == "numpy" else _GpuDecode)(problem, plan)
-    result = call(arrays, out)
+    result = call(*arrays, out)
     _keep(key, call)
     return result
-
-
-def _named(arrays):
-    """The arrays of decode by the names that a caller knows."""
-    public = {"k": "k_cache", "v": "v_cache"}
-    return {public.get(name, name): x for name, x in arrays.items()}
 
 
 # Elementwise ------------------------------------------------------------------------------------------------------

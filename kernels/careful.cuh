@@ -1,4 +1,4 @@
-// The careful path of forward for 16-bit elements: rows that tensor cores may have got wrong, computed again.
+// The careful path of forward and decode for 16-bit elements: rows that tensor cores may have got wrong, computed again.
 #pragma once
 
 #include "ptx.cuh"
@@ -7,8 +7,8 @@
 namespace cuflash {
 
 // One row again, by a warp, reading visible keys only and rounding each score by itself: for rows where a hidden value
-// that is not finite may have met a weight of 0 on the tensor cores, or whose scores are huge. `keys(j)` and `values(j)`
-// give addresses.
+// that is not finite may have met a weight of 0 on the tensor cores, or whose scores are huge. `keys(j)`, `values(j)` are
+// addresses.
 template <typename Args, typename Keys, typename Values>
 __device__ __forceinline__ void careful_row_of(const Args& args, const char* q, Keys keys, Values values, char* out,
                                                char* lse, int first, int end) {
@@ -21,12 +21,11 @@ __device__ __forceinline__ void careful_row_of(const Args& args, const char* q, 
         query[n] = d < args.head_dim ? to_float(load_global<Element>(q + 2 * d)) : 0.0f;
     }
     auto score = [&](int j) {
-        const char* key = keys(j);
         float s = 0.0f;
 #pragma unroll
         for (int n = 0; n < MOST; ++n) {
             int d = n * WARP + lane;
-            if (d < args.head_dim) s = fused_multiply_add(query[n], to_float(load_global<Element>(key + 2 * d)), s);
+            if (d < args.head_dim) s = fused_multiply_add(query[n], to_float(load_global<Element>(keys(j) + 2 * d)), s);
         }
 #pragma unroll
         for (int lanes = WARP / 2; lanes > 0; lanes /= 2) s += shuffle_xor(s, lanes);
@@ -39,12 +38,11 @@ __device__ __forceinline__ void careful_row_of(const Args& args, const char* q, 
         if (s == -INFINITE) continue;
         float weight = ex2_approx(s - row.shift());
         row.sum += weight;
-        const char* value = values(j);
 #pragma unroll
         for (int n = 0; n < MOST; ++n) {
             int d = n * WARP + lane;
             if (d < args.value_dim) {
-                sums[n] = fused_multiply_add(weight, to_float(load_global<Element>(value + 2 * d)), sums[n]);
+                sums[n] = fused_multiply_add(weight, to_float(load_global<Element>(values(j) + 2 * d)), sums[n]);
             }
         }
     }

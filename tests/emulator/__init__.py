@@ -281,10 +281,10 @@ class _Backward(_launch._GpuBackward):
 class _Decode(_launch._GpuDecode):
     """A prepared call of `decode` on the emulator."""
 
-    def __call__(self, arrays, out):
-        self.backend.memory += [(x, False) for x in arrays.values()] + ([] if out is None else [(out, True)])
-        seen = {name: x.view(DeviceArray) for name, x in arrays.items()}
-        result = self._run(seen, None if out is None else out.view(DeviceArray))
+    def __call__(self, *arrays):
+        *inputs, out = arrays
+        self.backend.memory += [(x, x is out) for x in arrays if x is not None]
+        result = self._run(*(None if x is None else x.view(DeviceArray) for x in (*inputs, out)))
         if any(x.any() for x in self.backend.counted):
             raise EmulatorError("decode: counters are not 0 after the launch")
         made, *lse = (x.view(np.ndarray) for x in (result if self.return_lse else (result,)))
@@ -378,6 +378,4 @@ class Emulator:
                 **given, scale=scale, causal=causal, window=window, splits=splits, batch_invariant=batch_invariant,
                 return_lse=return_lse, out=out, engine=engine,
             )  # fmt: skip
-        arrays = dict(zip(("q", "k", "v", "lengths", "page_table"), given.values(), strict=True))
-        arrays = {name: x for name, x in arrays.items() if x is not None}
-        return _Decode(problem, self.plan(problem), Host(self))(arrays, out)
+        return _Decode(problem, self.plan(problem), Host(self))(*given.values(), out)
