@@ -208,8 +208,8 @@ def measure(case, options, rivals):
 def line(row):
     """A row as one aligned line."""
     text = f"{row['variant']:<34} B{row['batch']:<3} H{row['heads']}/{row['key_heads']:<3} L{row['length']:<7}"
-    text += f" page {row['page_size'] or '-':<5} splits {row['most_splits']:<4}"
-    text += f" {row['ms'] * 1e3:9.1f} us ±{row['spread']:5.1%} {row['gbps']:6.0f} GB/s  error/bound {row['error_over_bound']:.3f}"
+    text += f" page {row['page_size'] or '-':<5} splits {row['most_splits']:<4} {row['ms'] * 1e3:9.1f} us"
+    text += f" ±{row['spread']:5.1%} {row['gbps']:6.0f} GB/s  error/bound {row['error_over_bound']:.3f}"
     for contender, ms in row["contenders"].items():
         text += f"  {contender} {ms * 1e3:9.1f} us {row['ratios'][contender]:6.3f}x" if ms else f"  {contender} -"
     return text
