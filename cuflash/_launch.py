@@ -239,7 +239,10 @@ class _CuPy:
 
     def integers(self, array, lowest, highest):
         """A copy as int32 in C order, what lies outside two numbers brought to the nearer."""
-        return array.clip(lowest, highest).astype(np.int32, order="C")
+        clipped = array.clip(lowest, highest)
+        if self.is_capturing():  # the graph writes it
+            _kept.append(clipped)
+        return clipped.astype(np.int32, order="C")
 
     def clear(self, array):
         """Fill a contiguous array with zero bytes."""

@@ -7,7 +7,7 @@ import pytest
 from drawn import DTYPES, changed, draw
 
 import cuflash
-from cuflash import bounds, reference, testing
+from cuflash import _plan, bounds, reference, testing
 from cuflash.testing import CacheRecipe
 
 ENGINES = ["numpy", "emulated portable", "portable"]
@@ -165,6 +165,16 @@ def test_batch_invariance(engine):
     )  # fmt: skip
     hold(engine, testing.check_decode_bound, recipe)
     hold(engine, testing.check_decode_one_by_one, recipe)
+    hold(engine, testing.check_decode_placement, recipe)
+
+
+def test_several_launches(engine, monkeypatch):
+    """Where a grid cannot hold all blocks."""
+    monkeypatch.setattr(_plan, "LARGEST_GRID", 20)
+    recipe = CacheRecipe(
+        lengths=(90, 0, 130, 65, 1), page_size=7, heads=6, key_heads=2, queries=6, head_dim=24, value_dim=16, splits=3
+    )
+    hold(engine, testing.check_decode_bound, recipe)
     hold(engine, testing.check_decode_placement, recipe)
 
 
