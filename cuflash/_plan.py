@@ -462,7 +462,8 @@ def _filled(rows, tile):
 INVARIANT_KEYS = 1024  # of a split whose ends are to be the same in every batch
 FEWEST_KEYS = 256  # of a split: fewer are read sooner than their part is added
 FEWEST_BESIDE_OTHERS = 1024  # where there are blocks enough without splits
-MOST_KEYS = 4096  # of a split where caches are full, so that one long sequence among short ones does not take long
+MOST_KEYS = 4096  # of a split where caches are full, so that one long sequence among short ones does not take long,
+MOST_WAVES = 16  # so long as the blocks are no more, for those of short sequences have nothing to do but end
 
 
 def _portable_decode(problem, limits, reason):
@@ -572,10 +573,11 @@ def _splits(problem, variant, limits, items):
         return max(min(problem.splits, most), 1), 1
     if problem.batch_invariant:
         return max(-(-most * tile // INVARIANT_KEYS), 1), INVARIANT_KEYS // tile
-    wanted = 2 * limits.processors * variant.blocks_per_sm // max(items, 1)  # two whole waves, and no part of a third
-    fewest = FEWEST_KEYS if wanted > 1 else FEWEST_BESIDE_OTHERS
-    splits = min(max(wanted, -(-most * tile // MOST_KEYS)), -(-most * tile // fewest))
-    return max(splits, 1), fewest // tile
+    wave, items = limits.processors * variant.blocks_per_sm, max(items, 1)
+    filling = 2 * wave // items  # two whole waves, and no part of a third
+    balancing = min(-(-most * tile // MOST_KEYS), MOST_WAVES * wave // items)
+    fewest = FEWEST_KEYS if filling > 1 else FEWEST_BESIDE_OTHERS
+    return max(min(max(filling, balancing), -(-most * tile // fewest)), 1), fewest // tile
 
 
 # Backward -------------------------------------------------------------------------------------------------------
