@@ -55,23 +55,23 @@ constexpr int LAST_START = OFFSET_OF(Shared, last);
 struct Args {
     const char *q, *k, *v;
     char* out;
-    char* lse;            // null where it is not wanted
-    const char* lengths;  // null where all caches are full
+    char* lse;               // null where it is not wanted
+    const char* lengths;     // null where all caches are full
     const char* page_table;  // null where a cache is one piece
     char* parts;             // of splits
     char* arrived;           // splits that have stored theirs, of each tile of rows: 0 before and after
     Strides q_strides, k_strides, v_strides, out_strides;  // batch1: of sequences or pages
     int64 length_stride, table_stride, table_step;         // table_step: from a sequence's page to the next
     int queries, capacity, heads, group, head_dim, value_dim;
-    int key_heads, tiles, splits;  // tiles: of packed rows
-    int fewest;                    // tiles of keys of a split
-    int first_sequence;
+    int key_heads, tiles, splits;  // tiles: of packed rows; splits: at most
+    int fewest;                    // tiles of keys of a split, at least
+    int first_sequence;            // of the launch
     int pages, page_size;
     uint32 page_multiplier;  // see Divisor
     int page_shift;
-    int left, right, top_left;                          // of the mask
-    int out_vectors;                                    // rows of out can be written 16 bytes at a time
-    float scale_log2;                                   // scale * log2 e, positive
+    int left, right, top_left;  // of the mask
+    int out_vectors;            // rows of out can be written 16 bytes at a time
+    float scale_log2;           // scale * log2 e, positive
 };
 template struct ArgsLayout<Args>;
 
@@ -278,7 +278,7 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
 constexpr int QUAD = 4;
 constexpr int PIECES = (VALUE_DIM + QUAD * WARP - 1) / (QUAD * WARP);
 struct alignas(16) Quad {
-    float values[QUAD] = {};
+    float values[QUAD];
 };
 struct alignas(8) Pair {
     float low, high;
@@ -290,7 +290,7 @@ __device__ __forceinline__ int column_of(int piece) { return (piece * WARP + lan
 
 struct Part {
     SoftmaxRow<float> row;
-    Quad out[PIECES];
+    Quad out[PIECES] = {};
 
     // Adds a row over other keys, of which `load(column)` gives a quad of out.
     template <typename Load>
