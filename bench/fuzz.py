@@ -152,7 +152,7 @@ def _near(rng, tile, most):
 def _dims(rng, variant):
     """head_dim and value_dim that are padded to the variant's, each at times the largest or a multiple of 8."""
     sizes = (variant.head_dim, variant.value_dim)
-    padded = _plan._padded
+    padded = _plan.decode_dims if variant.kernel == "decode" else _plan._padded
     if variant.hopper:
         padded = _plan.hopper_backward_dims if variant.backward else _plan.hopper_dims
     while True:
@@ -216,6 +216,8 @@ def draw_cache(variant, seed):
         lambda among: among[int(rng.integers(len(among)))], dtypes=[variant.element], max_length=longest
     )
     head_dim, value_dim = _dims(rng, variant)
+    if variant.tile_q > 16 and recipe.queries * recipe.heads // recipe.key_heads <= 16:
+        recipe = dataclasses.replace(recipe, queries=int(rng.integers(17, 40)))
     recipe = dataclasses.replace(recipe, head_dim=head_dim, value_dim=value_dim)
     return recipe, rng
 

@@ -71,9 +71,10 @@ def problems_of(variant):
     fewest = gpu.fewest_keys(variant)  # where these are many, every row sees one
     long, short = 3 * variant.tile_k + 9, variant.tile_k // 2 + 1
     if variant.kernel == "decode":  # several splits and one, rows of several tiles that see unlike keys, and few
-        for exact, queries, keys, keywords in ((True, 2, 40 * variant.tile_k, {}), (False, 20, long, {"splits": 2})):
+        few, many = (2, 5) if variant.tile_q == 16 else (9, 30)
+        for exact, queries, keys, splits in ((True, few, 40 * variant.tile_k, 5), (False, many, long, 2)):
             head_dim, value_dim = dims_of(variant, exact)
-            yield (2, 4, queries, head_dim), (2, 2, keys, head_dim), (2, 2, keys, value_dim), {"splits": 5} | keywords
+            yield (2, 4, queries, head_dim), (2, 2, keys, head_dim), (2, 2, keys, value_dim), {"splits": splits}
         return
     for exact, heads, queries, keys in ((True, 2, variant.tile_q + 5, fewest + long), (False, 4, long, fewest + short)):
         head_dim, value_dim = dims_of(variant, exact)

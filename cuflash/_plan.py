@@ -145,7 +145,7 @@ def variants(limits):
         forward_variant(dtype, mask, *pair, limits): None for dtype in ELEMENTS for mask in masks for pair in pairs
     }
     for dtype in ("float16", "bfloat16"):
-        found |= {decode_variant(dtype, *pair, limits): None for pair in pairs}
+        found |= {decode_variant(dtype, dim, limits, rows): None for dim in DECODE_TILES for rows in (1, 17)}
         found |= {backward_variant(dtype, *pair, limits): None for pair in pairs}
         found |= {rows_variant(dtype): None, finish_variant(dtype): None}
         if not_hopper(limits) is None:
@@ -193,8 +193,8 @@ def hopper_variant(dtype, mask, head_dim, value_dim, keys=0):
     )  # fmt: skip
 
 
-# Tiles of decode, by the larger of the padded head dims: tile_k, warps, stages; the first that fit shared memory are
-# taken. Two blocks a multiprocessor fill it, so that one begins or ends while the other has much on its way.
+# Tiles of decode, by the padded head dim: tile_k, warps, stages; the first that fit shared memory are taken. Two blocks
+# a multiprocessor fill it, so that one begins or ends while the other has much on its way.
 DECODE_TILES = {
     32: ((64, 4, 3), (64, 4, 2)),
     64: ((32, 4, 3), (32, 4, 2)),
@@ -203,18 +203,27 @@ DECODE_TILES = {
     192: ((16, 4, 2), (16, 2, 3)),
     256: ((16, 2, 3), (16, 2, 2)),
 }
-DECODE_ROWS, DECODE_BLOCKS = 16, 2  # rows of a tile, blocks a multiprocessor
+DECODE_BLOCKS = 2  # a multiprocessor
+DECODE_MANY_ROWS = (64, 128)  # head dims with tiles of 32 rows too, by which keys are read half as often
 
 
-def decode_variant(dtype, head_dim, value_dim, limits):
-    """The kernel of decode for padded head dims."""
-    for tile_k, warps, stages in DECODE_TILES[max(head_dim, value_dim)]:
-        ring = 2 * stages * tile_k * (head_dim + value_dim)
-        shared = 2 * DECODE_ROWS * head_dim + warps * (ring + 8 * DECODE_ROWS) + 16
-        if shared <= limits.shared_bytes:
+def decode_dims(head_dim, value_dim):
+    """Head dims as decode compiles them: alike, for what is padded costs no memory's time."""
+    dim = next(dim for dim in DECODE_TILES if max(head_dim, value_dim) <= dim)
+    return dim, dim
+
+
+def decode_variant(dtype, dim, limits, rows=1):
+    """The kernel of decode for a padded head dim, of v too, and so many packed rows."""
+    tile_q = 32 if rows > 16 and dim in DECODE_MANY_ROWS else 16
+    for tile_k, warps, stages in DECODE_TILES[dim]:
+        ring = 4 * stages * tile_k * dim
+        shared = 2 * tile_q * dim + warps * (ring + 8 * tile_q) + 16
+        if shared <= limits.shared_bytes and 4 * tile_q * (dim + 8) <= ring:  # which is to hold a warp's rows of out
             break
-    tiles = DECODE_ROWS, tile_k, warps, DECODE_BLOCKS, stages
-    return Variant("decode", dtype, "window", head_dim, value_dim, *tiles, shared)
+    else:
+        return decode_variant(dtype, dim, limits)
+    return Variant("decode", dtype, "window", dim, dim, tile_q, tile_k, warps, DECODE_BLOCKS, stages, shared)
 
 
 # Engines --------------------------------------------------------------------------------------------------------
@@ -468,8 +477,9 @@ MOST_WAVES = 16  # so long as the blocks are no more, for those of short sequenc
 
 def _portable_decode(problem, limits, reason):
     """One launch, or several where blocks are too many; see the head of ``kernels/decode.cu``."""
-    variant = decode_variant(problem.dtype, *_padded(problem.head_dim, problem.value_dim), limits)
-    element = ELEMENTS[problem.dtype]
+    rows, element = problem.queries * problem.group, ELEMENTS[problem.dtype]
+    dim, _ = decode_dims(problem.head_dim, problem.value_dim)
+    variant = decode_variant(problem.dtype, dim, limits, rows)
     scale, factor = _positive(problem.scale, element)
     (sequences,), order = problem.batch, problem.q.order
     out_shape = (sequences, problem.heads, problem.queries, problem.value_dim)
@@ -478,8 +488,7 @@ def _portable_decode(problem, limits, reason):
         Buffer("out", out_shape, problem.dtype, order),
         Buffer("lse", out_shape[:-1], element.lse.name, (0, 1)),
     )
-    rows = problem.queries * problem.group
-    tiles = -(-rows // DECODE_ROWS)
+    tiles = -(-rows // variant.tile_q)
     splits, fewest = _splits(problem, variant, limits, sequences * problem.key_heads * tiles)
     blocks = problem.key_heads * tiles * splits  # of a sequence
     if max(rows, blocks) > LARGEST_GRID:
@@ -537,7 +546,7 @@ def _portable_decode(problem, limits, reason):
         args |= dict(zip(strides, steps, strict=False))
     if splits > 1:
         items = sequences * problem.key_heads * tiles
-        record = 4 * min(rows, DECODE_ROWS) * (variant.value_dim + 4)  # a row's quads, then its reference and sum
+        record = 4 * min(rows, variant.tile_q) * (variant.value_dim + 4)  # a row's quads, then its reference and sum
         buffers += (
             Buffer("parts", (items * splits, record // 4), "float32", (0,)),
             Buffer("arrived", (items,), "int32", (), zeroed=True),
@@ -567,7 +576,7 @@ def _splits(problem, variant, limits, items):
     left, right = problem.window or (None, None)
     right = 0 if problem.causal and (right is None or right > 0) else right
     if None not in (left, right):  # the run of keys of a tile of rows, and one more tile where it begins inside one
-        queries = min(problem.queries, DECODE_ROWS // max(problem.group, 1) + 2)
+        queries = min(problem.queries, variant.tile_q // max(problem.group, 1) + 2)
         most = min(most, (left + right + queries + tile - 2) // tile + 1)
     if problem.splits is not None:
         return max(min(problem.splits, most), 1), 1

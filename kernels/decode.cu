@@ -27,11 +27,12 @@
 
 namespace cuflash {
 
-static_assert(TILE_Q == 16, "TILE_Q: the 16 rows of an A operand");
+static_assert(TILE_Q % 16 == 0, "TILE_Q: 16 rows, one A operand, or a multiple");
 static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of 16 keys");
 static_assert(STAGES > 1, "STAGES: one to copy to while another is read");
 
 constexpr int THREADS = WARP * WARPS;
+constexpr int BLOCKS = TILE_Q / 16;  // of 16 rows, one A operand each
 
 using QueryTile = Tile<HEAD_DIM>;
 using KeyTile = Tile<HEAD_DIM>;
@@ -75,9 +76,21 @@ struct Args {
 };
 template struct ArgsLayout<Args>;
 
-using Scores = float[1][TILE_K / 8][4];
-using Out = float[1][VALUE_DIM / 8][4];
-using Rows = SoftmaxRow<float>[2];  // a thread's rows g and g + 8
+using Scores = float[BLOCKS][TILE_K / 8][4];
+using Out = float[BLOCKS][VALUE_DIM / 8][4];
+using Rows = SoftmaxRow<float>[BLOCKS][2];  // a thread's rows g and g + 8
+
+// Spelled out: of an array of arrays of classes, NVRTC 13.0 runs the default initialisers of the first array alone.
+__device__ __forceinline__ void clear(Rows& rows) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) rows[block][half] = SoftmaxRow<float>{};
+    }
+}
+
+// Row within the tile of element e of an accumulator's 16 x 8 block.
+__device__ __forceinline__ int row_of(int block, int half) { return 16 * block + 8 * half + lane_index() / 4; }
 
 // Where and which -------------------------------------------------------------------------------------------------
 
@@ -148,47 +161,53 @@ struct Lane {
     }
 };
 
-// Where the rows of a tile that a lane copies lie: their page and their place in it, -1 where nothing is to be read.
-struct Slots {
-    int page[LANE_ROWS], place[LANE_ROWS];
+// The key in row n of those of a tile that a lane copies.
+__device__ __forceinline__ int key_of(const Lane& lane, int tile, int n) {
+    return tile * TILE_K + static_cast<int>(lane.row) + n * ROW_STEP;
+}
+
+// The pages of these rows, -1 where nothing is to be read.
+struct RowPages {
+    int page[LANE_ROWS];
 };
 
 // Sends for the pages of a tile. Nothing here waits for them.
-__device__ __forceinline__ Slots look_up(const Pages& pages, const Work& work, const Lane& lane, int tile) {
-    Slots slots;
+__device__ __forceinline__ RowPages look_up(const Pages& pages, const Work& work, const Lane& lane, int tile) {
+    RowPages rows;
 #pragma unroll
     for (int n = 0; n < LANE_ROWS; ++n) {
-        const int key = tile * TILE_K + lane.row + n * ROW_STEP, page = pages.size.divide(key);
-        const bool seen = key >= work.first_key && key < work.end_key;
-        slots.place[n] = seen ? key - page * pages.size.value : -1;
-        slots.page[n] = seen ? pages.number(page) : 0;
+        const int key = key_of(lane, tile, n);
+        rows.page[n] = key >= work.first_key && key < work.end_key ? pages.number(pages.size.divide(key)) : -1;
     }
-    return slots;
+    return rows;
 }
 
 // Pages that do not exist are not read, but `missing`.
-__device__ __forceinline__ void check(Slots& slots, const Pages& pages, bool& missing) {
+__device__ __forceinline__ void check(RowPages& rows, const Pages& pages, const Work& work, const Lane& lane, int tile,
+                                      bool& missing) {
 #pragma unroll
     for (int n = 0; n < LANE_ROWS; ++n) {
-        if (pages.exists(slots.page[n]) || slots.place[n] < 0) continue;
-        slots.place[n] = -1;
-        missing = true;
+        const int key = key_of(lane, tile, n);
+        if (pages.exists(rows.page[n])) continue;
+        rows.page[n] = -1;
+        missing |= key >= work.first_key && key < work.end_key;
     }
 }
 
 // Copies a tile of COLUMNS; what is not to be read becomes zeros. `source` is the lane's first chunk of page 0's row 0.
 template <int COLUMNS>
-__device__ __forceinline__ void copy_rows(uint32 base, const char* source, const Strides& strides, const Slots& slots,
-                                          const Lane& lane, int columns) {
+__device__ __forceinline__ void copy_rows(uint32 base, const char* source, const Strides& strides, const Pages& pages,
+                                          const RowPages& rows, const Lane& lane, int tile, int columns) {
     auto each = [&](auto copy) {
 #pragma unroll
         for (int n = 0; n < LANE_ROWS; ++n) {
-            const char* address = source + slots.page[n] * strides.batch1 + slots.place[n] * strides.row;
+            const int key = key_of(lane, tile, n), place = key - pages.size.divide(key) * pages.size.value;
+            const char* address = source + rows.page[n] * strides.batch1 + place * strides.row;
 #pragma unroll
             for (int c = 0; c < Tile<COLUMNS>::CHUNKS; c += LANES) {
                 const uint32 to = base + Tile<COLUMNS>::offset(lane.row + n * ROW_STEP, lane.chunk + c);
                 const int left = columns * 2 - static_cast<int>(lane.chunk + c) * CHUNK;  // bytes to the row's end
-                copy(to, address + c * CHUNK, left, slots.place[n] >= 0);
+                copy(to, address + c * CHUNK, left, rows.page[n] >= 0);
             }
         }
     };
@@ -217,15 +236,18 @@ __device__ __forceinline__ void load_queries(const Args& args, const Paged& plac
 __device__ __forceinline__ void hide(Scores& scores, const Mask& mask, const Paged& place, int first_row, int key) {
     const int lane = lane_index();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int i = place.query(first_row + 8 * half + lane / 4);
-        const int first = mask.first_key(i) - key, end = mask.end_key(i) - key;
+    for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
-        for (int n = 0; n < TILE_K / 8; ++n) {
+        for (int half = 0; half < 2; ++half) {
+            const int i = place.query(first_row + row_of(block, half));
+            const int first = mask.first_key(i) - key, end = mask.end_key(i) - key;
 #pragma unroll
-            for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                const int j = 8 * n + lane % 4 * 2 + e % 2;
-                scores[0][n][e] = j >= first && j < end ? scores[0][n][e] : -INFINITE;
+            for (int n = 0; n < TILE_K / 8; ++n) {
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                    const int j = 8 * n + lane % 4 * 2 + e % 2;
+                    scores[block][n][e] = j >= first && j < end ? scores[block][n][e] : -INFINITE;
+                }
             }
         }
     }
@@ -233,23 +255,31 @@ __device__ __forceinline__ void hide(Scores& scores, const Mask& mask, const Pag
 
 // Raises the rows' references to what this tile needs; out is rescaled where, rarely, one has moved.
 __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores, const Scaled& score) {
-    float factor[2];
+    float factor[BLOCKS][2];
+    bool moved = false;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float top = -INFINITE;
+    for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
-        for (int n = 0; n < TILE_K / 8; ++n) {
-            top = maximum(top, maximum(scores[0][n][2 * half], scores[0][n][2 * half + 1]));
+        for (int half = 0; half < 2; ++half) {
+            float top = -INFINITE;
+#pragma unroll
+            for (int n = 0; n < TILE_K / 8; ++n) {
+                top = maximum(top, maximum(scores[block][n][2 * half], scores[block][n][2 * half + 1]));
+            }
+            top = maximum(top, shuffle_xor(top, 1));
+            top = maximum(top, shuffle_xor(top, 2));
+            factor[block][half] = rows[block][half].raise(top * score.factor());
+            moved |= factor[block][half] != 1.0f;
         }
-        top = maximum(top, shuffle_xor(top, 1));
-        top = maximum(top, shuffle_xor(top, 2));
-        factor[half] = rows[half].raise(top * score.factor());
     }
-    if (!any(factor[0] != 1.0f || factor[1] != 1.0f)) return;
+    if (!any(moved)) return;
 #pragma unroll
-    for (int n = 0; n < VALUE_DIM / 8; ++n) {
+    for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) out[0][n][e] *= factor[e / 2];
+        for (int n = 0; n < VALUE_DIM / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) out[block][n][e] *= factor[block][e / 2];
+        }
     }
 }
 
@@ -258,17 +288,20 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
                                            uint32 values, uint32 lane) {
 #pragma unroll
     for (int step = 0; step < TILE_K / 16; ++step) {
-        uint32 weights[1][4];
+        uint32 weights[BLOCKS][4];
 #pragma unroll
-        for (int part = 0; part < 4; ++part) {  // A operand: rows g and g + 8 of keys 0-7, then of keys 8-15
-            SoftmaxRow<float>& row = rows[part % 2];
-            const float(&s)[4] = scores[0][2 * step + part / 2];
-            float low = ex2_approx(fused_multiply_add(s[part % 2 * 2], score.factor(), -row.shift()));
-            float high = ex2_approx(fused_multiply_add(s[part % 2 * 2 + 1], score.factor(), -row.shift()));
-            row.sum += low + high;
-            weights[0][part] = cvt_pair(Element{}, low, high);
+        for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+            for (int part = 0; part < 4; ++part) {  // A operand: rows g and g + 8 of keys 0-7, then of keys 8-15
+                SoftmaxRow<float>& row = rows[block][part % 2];
+                const float(&s)[4] = scores[block][2 * step + part / 2];
+                float low = ex2_approx(fused_multiply_add(s[part % 2 * 2], score.factor(), -row.shift()));
+                float high = ex2_approx(fused_multiply_add(s[part % 2 * 2 + 1], score.factor(), -row.shift()));
+                row.sum += low + high;
+                weights[block][part] = cvt_pair(Element{}, low, high);
+            }
         }
-        multiply_add<Element, 1, VALUE_DIM / 8, VALUE_DIM>(out, weights, values, lane, 16 * step);
+        multiply_add<Element, BLOCKS, VALUE_DIM / 8, VALUE_DIM>(out, weights, values, lane, 16 * step);
     }
 }
 
@@ -329,14 +362,17 @@ __device__ __forceinline__ char* part_row(const Args& args, const Paged& place, 
 __device__ __forceinline__ void leave(const Out& out, const Rows& rows, uint32 ring, uint32 rows_shared) {
     const int lane = lane_index();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int r = 8 * half + lane / 4;
+    for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
-        for (int n = 0; n < VALUE_DIM / 8; ++n) {
-            const Pair pair = {out[0][n][2 * half], out[0][n][2 * half + 1]};
-            store_shared(ring + r * OUT_PITCH + (8 * n + lane % 4 * 2) * sizeof(float), pair);
+        for (int half = 0; half < 2; ++half) {
+            const int r = row_of(block, half);
+#pragma unroll
+            for (int n = 0; n < VALUE_DIM / 8; ++n) {
+                const Pair pair = {out[block][n][2 * half], out[block][n][2 * half + 1]};
+                store_shared(ring + r * OUT_PITCH + (8 * n + lane % 4 * 2) * sizeof(float), pair);
+            }
+            if (lane % 4 == 0) store_shared(rows_shared + r * sizeof(SoftmaxRow<float>), rows[block][half]);
         }
-        if (lane % 4 == 0) store_shared(rows_shared + r * sizeof(SoftmaxRow<float>), rows[half]);
     }
 }
 
@@ -469,58 +505,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
     const char* values = args.v + place.key_head * args.v_strides.head + lane.chunk * CHUNK;
     bool missing = false;
     auto tile_of = [&](int n) { return work.first_tile + warp_index() + n * WARPS; };
-    auto load_keys = [&](int tile, int stage, const Slots& slots) {
+    auto load_keys = [&](int tile, int stage, const RowPages& from) {
         if (tile < work.end_tile) {
-            copy_rows<HEAD_DIM>(ring + stage * STAGE_BYTES, keys, args.k_strides, slots, lane, args.head_dim);
+            copy_rows<HEAD_DIM>(ring + stage * STAGE_BYTES, keys, args.k_strides, pages, from, lane, tile,
+                                args.head_dim);
         }
         cp_async_commit_group();
     };
-    auto load_values = [&](int tile, int stage, const Slots& slots) {
+    auto load_values = [&](int tile, int stage, const RowPages& from) {
         if (tile < work.end_tile) {
-            copy_rows<VALUE_DIM>(ring + stage * STAGE_BYTES + KEY_BYTES, values, args.v_strides, slots, lane,
-                                 args.value_dim);
+            copy_rows<VALUE_DIM>(ring + stage * STAGE_BYTES + KEY_BYTES, values, args.v_strides, pages, from, lane,
+                                 tile, args.value_dim);
         }
         cp_async_commit_group();
     };
-    Slots first[STAGES];
+    RowPages first[STAGES];
 #pragma unroll
     for (int n = 0; n < STAGES; ++n) first[n] = look_up(pages, work, lane, tile_of(n));
-    Slots next = look_up(pages, work, lane, tile_of(STAGES));
+    RowPages next = look_up(pages, work, lane, tile_of(STAGES));
 #pragma unroll
     for (int n = 0; n < STAGES; ++n) {
-        check(first[n], pages, missing);
+        check(first[n], pages, work, lane, tile_of(n), missing);
         load_keys(tile_of(n), n, first[n]);
         if (n < STAGES - 1) load_values(tile_of(n), n, first[n]);
     }
-    Slots slots = first[STAGES - 1];
+    RowPages from = first[STAGES - 1];  // of what was copied last
     cp_async_wait_group<2 * STAGES - 1>();
     sync_threads();  // the rows of q are here
 
     const uint32 lane_q = lane_of_a<HEAD_DIM>(), lane_k = lane_of_b<HEAD_DIM>(), lane_v = lane_of_a<VALUE_DIM>();
-    auto load_query = [&](uint32(&a)[4], int, int step) {
-        ldmatrix_x4(a, shared + QueryTile::step(lane_q, 0, 2 * step));
+    auto load_query = [&](uint32(&a)[4], int block, int step) {
+        ldmatrix_x4(a, shared + QueryTile::step(lane_q, 16 * block, 2 * step));
     };
     Out out = {};
     Rows rows;
+    clear(rows);
 
     int stage = 0, before = STAGES - 1;  // of this tile and of the one before
 #pragma unroll 1
     for (int tile = tile_of(0); tile < work.end_tile; tile += WARPS) {
         cp_async_wait_group<2 * STAGES - 2>();
         sync_warp();  // the keys are here for all lanes, and all have left the values before
-        load_values(tile + (STAGES - 1) * WARPS, before, slots);
+        load_values(tile + (STAGES - 1) * WARPS, before, from);
 
         const int key = tile * TILE_K;
         Scores scores;
-        multiply_transposed<Element, 1, TILE_K / 8, HEAD_DIM / 16, HEAD_DIM>(scores, load_query,
+        multiply_transposed<Element, BLOCKS, TILE_K / 8, HEAD_DIM / 16, HEAD_DIM>(scores, load_query,
                                                                             ring + stage * STAGE_BYTES, lane_k);
         if (key < work.all_first || key + TILE_K > work.all_end) hide(scores, mask, place, work.first_row, key);
 
         cp_async_wait_group<2 * STAGES - 2>();
         sync_warp();  // the values are here, and all have left the keys
-        slots = next;
-        check(slots, pages, missing);
-        load_keys(tile + STAGES * WARPS, stage, slots);
+        from = next;
+        check(from, pages, work, lane, tile + STAGES * WARPS, missing);
+        load_keys(tile + STAGES * WARPS, stage, from);
         next = look_up(pages, work, lane, tile + (STAGES + 1) * WARPS);
 
         raise(rows, out, scores, score);
@@ -531,9 +569,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
 
     missing = any(missing);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        rows[half].finish<4>();
-        if (missing) rows[half].sum = INFINITE - INFINITE;  // NaN, and so is all that it becomes part of
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            rows[block][half].finish<4>();
+            if (missing) rows[block][half].sum = INFINITE - INFINITE;  // NaN, and so is all that it becomes part of
+        }
     }
     sync_warp();
     leave(out, rows, ring, shared + ROWS_START + warp_index() * TILE_Q * sizeof(SoftmaxRow<float>));

@@ -181,7 +181,9 @@ def test_several_launches(engine, monkeypatch):
 @pytest.mark.parametrize("head_dim, value_dim", [(1, 1), (33, 32), (64, 64), (72, 96), (128, 128), (192, 150),
                                                  (256, 256), (40, 200)])  # fmt: skip
 def test_head_dims(engine, head_dim, value_dim):
-    for changes in ({}, {"queries": 3, "window": (40, 20)}, {"page_size": 16, "k": "offset"}):
+    for changes in (
+        {}, {"queries": 3, "window": (40, 20)}, {"page_size": 16, "k": "offset"}, {"queries": 12, "window": (40, None)},
+    ):  # fmt: skip
         recipe = CacheRecipe(
             lengths=(300, 77), heads=6, key_heads=2, head_dim=head_dim, value_dim=value_dim, splits=3, seed=head_dim
         )

@@ -1549,7 +1549,7 @@ EXAMPLES = [_plan.forward_variant(dtype, mask, 64, 64, HOPPER) for dtype in DTYP
 EXAMPLES += [_plan.hopper_variant("float16", mask, 64, 64) for mask in _masks.MASKS]
 EXAMPLES += [_plan.backward_variant("float16", 64, 64, HOPPER), _plan.hopper_backward_variant("float16", 64)]
 EXAMPLES += [_plan.rows_variant("float16"), _plan.finish_variant("float16")]
-EXAMPLES += [_plan.decode_variant("float16", 64, 64, HOPPER)]
+EXAMPLES += [_plan.decode_variant("float16", 64, HOPPER)]
 EXAMPLES = list(dict.fromkeys(EXAMPLES))  # float32 and float64 have one kernel for all masks
 
 

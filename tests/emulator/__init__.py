@@ -339,8 +339,9 @@ class Emulator:
 
     def prepare_decode(self, q, k_cache, v_cache):
         """Compile the kernel of a call of `decode`, which is the same for all keywords."""
-        dims = _plan._padded(q.shape[-1], v_cache.shape[-1])
-        self.build(_plan.decode_variant(q.dtype.name, *dims, self.limits))
+        dim, _ = _plan.decode_dims(q.shape[-1], v_cache.shape[-1])
+        rows = q.shape[1] // k_cache.shape[1] * q.shape[2]
+        self.build(_plan.decode_variant(q.dtype.name, dim, self.limits, rows))
 
     def forward(self, q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, engine=None):
         """`cuflash.forward` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""

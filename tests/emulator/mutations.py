@@ -209,7 +209,7 @@ MUTATIONS = (
                 CACHE, testing.check_decode_bound,
             ),
             (
-                "key_beyond_the_last_copied", "key < work.end_key;", "key <= work.end_key;",
+                "key_beyond_the_last_copied", "key < work.end_key ? pages", "key <= work.end_key ? pages",
                 CACHE, testing.check_decode_bound,
             ),
             (
@@ -217,15 +217,14 @@ MUTATIONS = (
                 CACHE, testing.check_decode_bound,
             ),
             (
-                "page_looked_up_off_by_one", "seen ? pages.number(page) : 0;",
-                "seen ? pages.number(page + 1) : 0;", CACHE, testing.check_decode_bound,
+                "page_looked_up_off_by_one", "pages.number(pages.size.divide(key)) : -1;",
+                "pages.number(pages.size.divide(key) + 1) : -1;", CACHE, testing.check_decode_bound,
             ),
             (
-                "pages_of_the_tile_before", "        slots = next;\n        check(slots, pages, missing);",
-                "        check(slots = Slots(slots), pages, missing);", LONG_CACHE, testing.check_decode_bound,
+                "pages_of_the_tile_before", "        from = next;\n", "", LONG_CACHE, testing.check_decode_bound,
             ),
             (
-                "values_to_the_stage_in_use", "WARPS, before, slots);", "WARPS, stage, slots);",
+                "values_to_the_stage_in_use", "WARPS, before, from);", "WARPS, stage, from);",
                 LONG_CACHE, testing.check_decode_bound,
             ),
             (
