@@ -176,8 +176,9 @@ __device__ __forceinline__ RowPages look_up(const Pages& pages, const Work& work
     RowPages rows;
 #pragma unroll
     for (int n = 0; n < LANE_ROWS; ++n) {
-        const int key = key_of(lane, tile, n);
-        rows.page[n] = key >= work.first_key && key < work.end_key ? pages.number(pages.size.divide(key)) : -1;
+        const int key = key_of(lane, tile, n), page = pages.size.divide(key);
+        const bool seen = key >= work.first_key && key < work.end_key;
+        rows.page[n] = seen ? pages.number(page) : -1;
     }
     return rows;
 }

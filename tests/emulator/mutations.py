@@ -209,7 +209,7 @@ MUTATIONS = (
                 CACHE, testing.check_decode_bound,
             ),
             (
-                "key_beyond_the_last_copied", "key < work.end_key ? pages", "key <= work.end_key ? pages",
+                "place_in_a_page_off", "divide(key) * pages.size.value;", "divide(key) * (pages.size.value - 1);",
                 CACHE, testing.check_decode_bound,
             ),
             (
@@ -217,8 +217,8 @@ MUTATIONS = (
                 CACHE, testing.check_decode_bound,
             ),
             (
-                "page_looked_up_off_by_one", "pages.number(pages.size.divide(key)) : -1;",
-                "pages.number(pages.size.divide(key) + 1) : -1;", CACHE, testing.check_decode_bound,
+                "page_looked_up_off_by_one", "seen ? pages.number(page) : -1;",
+                "seen ? pages.number(page + 1) : -1;", CACHE, testing.check_decode_bound,
             ),
             (
                 "pages_of_the_tile_before", "        from = next;\n", "", LONG_CACHE, testing.check_decode_bound,
