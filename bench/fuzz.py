@@ -13,6 +13,7 @@ where dout is a view too, and rows that see no key hold NaN.
 import argparse
 import collections
 import dataclasses
+import importlib
 import os
 import queue
 import sys
@@ -26,7 +27,7 @@ import numpy as np
 import record
 
 import cuflash
-from cuflash import _masks, _plan
+from cuflash import _masks, _plan, testing
 from cuflash._dtypes import ELEMENTS
 
 LEAST = 50  # examples of each variant
@@ -151,7 +152,7 @@ def _near(rng, tile, most):
 def _dims(rng, variant):
     """head_dim and value_dim that are padded to the variant's, each at times the largest or a multiple of 8."""
     sizes = (variant.head_dim, variant.value_dim)
-    padded = _plan._padded
+    padded = _plan.decode_dims if variant.kernel == "decode" else _plan._padded
     if variant.hopper:
         padded = _plan.hopper_backward_dims if variant.backward else _plan.hopper_dims
     while True:
@@ -207,8 +208,64 @@ def gradients(example, clean, rng, engine):
     return judge_gradients(example, clean, dlse, grads, engine["engine"] or "sm90"), host
 
 
+def draw_cache(variant, seed):
+    """The problem of decode of a variant and a seed, from the choices that the tests draw from."""
+    rng = np.random.default_rng([zlib.crc32(variant.name.encode()), seed])
+    longest = int(rng.choice([130, 600, 3000], p=[0.5, 0.4, 0.1]))
+    recipe = testing.cache_recipe(
+        lambda among: among[int(rng.integers(len(among)))], dtypes=[variant.element], max_length=longest
+    )
+    head_dim, value_dim = _dims(rng, variant)
+    if variant.tile_q > 16 and recipe.queries * recipe.heads // recipe.key_heads <= 16:
+        recipe = dataclasses.replace(recipe, queries=int(rng.integers(17, 40)))
+    recipe = dataclasses.replace(recipe, head_dim=head_dim, value_dim=value_dim)
+    return recipe, rng
+
+
+def decode_one(variant, seed, engine):
+    """The same as `try_one` of a variant of decode: NaN too where a bit differs in a second run."""
+    recipe, rng = draw_cache(variant, seed)
+    values, rows = recipe.values(), [np.arange(recipe.queries)] * len(recipe.lengths)
+    spoilt = values
+    garbage = [None, np.nan, np.inf][int(rng.choice(3, p=[0.7, 0.15, 0.15]))]
+    if garbage is not None:
+        spoilt, rows = recipe.spoilt(values, (garbage, -garbage))
+    keywords = recipe.keywords | recipe.splitting
+    *arrays, tables = recipe.arrays(np, spoilt)  # where they lie decides the plan
+    steps = gpu.steps_of("decode", *arrays, engine="portable", **tables, **keywords)
+    *arrays, tables = recipe.arrays(np if engine == "numpy" else importlib.import_module("cupy"), spoilt)
+    keywords |= tables | {"engine": engine, "return_lse": True}
+    results, again = (cuflash.decode(*arrays, **keywords) for _ in range(2))
+    results, again = ([contenders.to_host(x) for x in each] for each in (results, again))
+    lengths = np.array(recipe.lengths, int)
+    path = gpu.path_of(variant.element, engine)
+    wanted = cuflash.bounds.decode(*values, path=path, lengths=lengths, **recipe.keywords)
+    found = [0.0]
+    for b, judged in enumerate(rows):
+        for actual, exact, bound in (
+            (results[0], wanted.out, wanted.out_bound),
+            (results[1], wanted.lse, wanted.lse_bound),
+        ):
+            found.append(gpu.over_bound(*(x[b][:, judged] for x in (actual, exact, bound))))
+    for one, other in zip(results, again, strict=True):
+        if one.tobytes() != other.tobytes():
+            found.append(np.nan)
+    notable = {
+        "several_splits": bool(steps) and steps[0].args["splits"] > 1,
+        "pages": recipe.page_size is not None,
+        "empty_rows": bool(np.any(np.isneginf(results[1]))),
+        "views": {recipe.q, recipe.k, recipe.v} != {"contiguous"},
+        "gqa": recipe.heads != recipe.key_heads,
+        "value_dim_differs": recipe.head_dim != recipe.value_dim,
+        "hidden_infinity": garbage is not None,
+    }
+    return steps[0].variant.name if steps else None, float(np.max(found)), notable
+
+
 def try_one(variant, seed, engine):
     """Run an example: the variant it ran as, its worst error over bound, and what is notable about it."""
+    if variant.kernel == "decode":
+        return decode_one(variant, seed, engine)
     example, rng = draw(variant, seed)
     clean = [operand.copy() for operand in example.operands()]
     spoil(example, rng)
@@ -360,7 +417,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=20000)
     parser.add_argument("--seconds", type=float, default=420)
-    parser.add_argument("--what", default="forward", choices=("forward", "backward"))
+    parser.add_argument("--what", default="forward", choices=("forward", "backward", "decode"))
     parser.add_argument("--engine", default="portable")
     parser.add_argument("--dtype", default=",".join(ELEMENTS))
     parser.add_argument("--workers", type=int, default=min(os.cpu_count(), 16))
@@ -370,12 +427,19 @@ def main(argv=None):
     begin = time.monotonic()
     variants = [variant for variant in _plan.variants(gpu.limits()) if variant.engine == options.engine]
     variants = [variant for variant in variants if variant.element in options.dtype.split(",")]
-    mains = {"forward": ("forward", "forward_fma", "forward_sm90"), "backward": ("backward", "backward_sm90")}
+    mains = {
+        "forward": ("forward", "forward_fma", "forward_sm90"),
+        "backward": ("backward", "backward_sm90"),
+        "decode": ("decode",),
+    }
     variants = [variant for variant in variants if variant.kernel in mains[options.what]]
     if options.replay:
         (variant,) = (variant for variant in variants if variant.name == options.replay[0])
-        example, _ = draw(variant, int(options.replay[1]))
-        print([x.shape for x in example.operands()], example.layouts, example.keywords)
+        if variant.kernel == "decode":
+            print(draw_cache(variant, int(options.replay[1]))[0])
+        else:
+            example, _ = draw(variant, int(options.replay[1]))
+            print([x.shape for x in example.operands()], example.layouts, example.keywords)
         print(*try_one(variant, int(options.replay[1]), options.engine))
         return 0
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))

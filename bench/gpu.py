@@ -29,7 +29,11 @@ from cuflash._dtypes import ELEMENTS
 DEFAULTS = {
     "forward": {"scale": None, "causal": False, "window": None, "return_lse": False, "out": None, "engine": None},
     "backward": {"scale": None, "causal": False, "window": None, "dlse": None, "grads": None, "engine": None},
-}
+    "decode": {
+        "lengths": None, "page_table": None, "scale": None, "causal": True, "window": None, "splits": None,
+        "batch_invariant": False, "return_lse": False, "out": None, "engine": None,
+    },
+}  # fmt: skip
 
 
 def limits():

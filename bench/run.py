@@ -5,6 +5,7 @@
     python bench/run.py --engine numpy --dtype float32 --head-dim 64 --length 4096 --tokens 4096 --width 512 \\
         --mask full --contenders naive
     python bench/run.py backward --engine sm90              # gradients: all launches of a call
+    python bench/run.py decode                              # a row a sequence against caches, see decode.py
     python bench/run.py host                                # host time of a cached forward call, and where it goes
 
 A cell has ``tokens`` rows in all (batch x length) and heads x head_dim = ``width``; arrays lie as (batch, length,
@@ -24,6 +25,7 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 import contenders
+import decode
 import gpu
 import record
 import timing
@@ -37,7 +39,7 @@ LOOSE = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 5e-3, "float64": 1e-6}  #
 def parse(argv=None):
     """Options of the command line, lists split."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="?", default="forward", choices=("forward", "backward", "host"))
+    parser.add_argument("what", nargs="?", default="forward", choices=("forward", "backward", "decode", "host"))
     parser.add_argument("--engine", default="portable")
     parser.add_argument("--dtype", default="bfloat16", help="one or more, by commas; so are the next three")
     parser.add_argument("--head-dim", default="64,128,256")
@@ -49,6 +51,14 @@ def parse(argv=None):
     parser.add_argument("--width", type=int, default=2048, help="heads x head_dim")
     parser.add_argument("--contenders", default="fa2,cudnn", help="names by commas; '' for none")
     parser.add_argument("--rival", help="the contender the cases are judged against, or best; default the first")
+    parser.add_argument("--cells", default=decode.CELLS, help="of decode: BATCHxLENGTH, by commas")
+    parser.add_argument("--heads", type=int, default=32, help="of decode: query heads")
+    parser.add_argument("--key-heads", default="8,32", help="of decode, by commas")
+    parser.add_argument("--decode-dim", type=int, default=128, help="of decode: head_dim")
+    parser.add_argument("--queries", type=int, default=1, help="of decode: rows a sequence")
+    parser.add_argument("--page-size", default="0,16", help="of decode, by commas; 0 for caches in one piece")
+    parser.add_argument("--splits", type=int, help="of decode; default: the plan's")
+    parser.add_argument("--batch-invariant", action="store_true", help="of decode")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--launches", type=int, help="a round; default 20, on the CPU 1")
     parser.add_argument("--quick", action="store_true", help="2 rounds of 5 launches")
@@ -58,7 +68,8 @@ def parse(argv=None):
     options = parser.parse_args(argv)
     for name in ("dtype", "mask", "contenders"):
         setattr(options, name, [part for part in getattr(options, name).split(",") if part])
-    for name in ("head_dim", "length"):
+    options.cells = [tuple(map(int, part.split("x"))) for part in options.cells.split(",")]
+    for name in ("head_dim", "length", "key_heads", "page_size"):
         setattr(options, name, [int(part) for part in getattr(options, name).split(",")])
     options.launches = options.launches or (1 if options.engine == "numpy" else 20)
     if options.quick:
@@ -316,18 +327,22 @@ def main(argv=None):
             record.add(options.json, "host", [row])
         return 0
     on_gpu = options.engine != "numpy"
+    decoding = options.what == "decode"
     inputs, timer = Inputs(on_gpu), timing.EventTimer(cold=not options.warm) if on_gpu else timing.WallTimer()
     print(f"{record.device()}: {options.rounds} rounds of {options.launches} launches")
     rows, failed = [], 0
-    for case in cells(options):
+    for case in decode.cells(options) if decoding else cells(options):
         try:
-            row = record.stamped(measure(case, options, inputs, rivals, timer))
+            if decoding:
+                row = record.stamped(decode.measure(case, options, rivals))
+            else:
+                row = record.stamped(measure(case, options, inputs, rivals, timer))
         except Exception as error:  # one bad case must not cost the figures of the others
             failed += 1
             print(f"FAILED {case}: {type(error).__name__}: {error}", flush=True)
             continue
         rows.append(row)
-        print(line(row), flush=True)
+        print(decode.line(row) if decoding else line(row), flush=True)
         if options.json:
             record.add(options.json, "cases", [row])
     print(*summary(rows), sep="\n")

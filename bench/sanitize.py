@@ -53,6 +53,9 @@ def dims_of(variant, exact):
 def run_once(function, arrays, keywords):
     """Run a function on q, k and v: the names of the variants that were launched for it."""
     host, arrays = arrays, [gpu.to_device(x) for x in arrays]
+    if function == "decode":
+        cuflash.decode(*arrays, lengths=gpu.to_device(np.array([host[1].shape[2], 7], np.int32)), **keywords)
+        return [step.variant.name for step in gpu.steps_of("decode", *host, **keywords)]
     out, lse = cuflash.forward(*arrays, return_lse=True, **keywords)
     steps = gpu.steps_of("forward", *host, **keywords)
     if function == "backward":
@@ -67,6 +70,12 @@ def problems_of(variant):
     """Two small problems that run a variant, the second with rows that see no key: (shapes of q, k, v, keywords)."""
     fewest = gpu.fewest_keys(variant)  # where these are many, every row sees one
     long, short = 3 * variant.tile_k + 9, variant.tile_k // 2 + 1
+    if variant.kernel == "decode":  # several splits and one, rows of several tiles that see unlike keys, and few
+        few, many = (2, 5) if variant.tile_q == 16 else (9, 30)
+        for exact, queries, keys, splits in ((True, few, 40 * variant.tile_k, 5), (False, many, long, 2)):
+            head_dim, value_dim = dims_of(variant, exact)
+            yield (2, 4, queries, head_dim), (2, 2, keys, head_dim), (2, 2, keys, value_dim), {"splits": splits}
+        return
     for exact, heads, queries, keys in ((True, 2, variant.tile_q + 5, fewest + long), (False, 4, long, fewest + short)):
         head_dim, value_dim = dims_of(variant, exact)
         keywords = {"full": {}, "causal": {"causal": True}, "window": {"window": (keys // 3, 5)}}[variant.mask]
@@ -91,7 +100,7 @@ def sweep(kernel, seconds):
             host = [rng.standard_normal(shape).astype(ELEMENTS[variant.element].dtype) for shape in shapes]
             host[2][..., -1, :] = np.inf  # a value most rows do not see: the careful path
             keywords["engine"] = variant.engine
-            ran = run_once("backward" if variant.backward else "forward", host, keywords)
+            ran = run_once(variant.function, host, keywords)
             cupy.cuda.get_current_stream().synchronize()
             launches += len(ran)
             names.update(ran)

@@ -181,25 +181,35 @@ def vjp(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, eng
 
 
 def decode(
-    q, k_cache, v_cache, *, lengths=None, page_table=None, scale=None, causal=True, window=None, return_lse=False,
-    out=None, engine=None,
+    q, k_cache, v_cache, *, lengths=None, page_table=None, scale=None, causal=True, window=None, splits=None,
+    batch_invariant=False, return_lse=False, out=None, engine=None,
 ):  # fmt: skip
-    """Attention of each sequence's newest rows against its cache. Runs on NumPy arrays; there is no GPU kernel yet.
+    """Attention of each sequence's newest rows against its cache. On a GPU for float16 and bfloat16.
 
     Parameters
     ----------
     q : array, shape (sequences, heads, queries, head_dim)
         The last ``queries`` positions of each sequence.
     k_cache : array, shape (sequences, key_heads, capacity, head_dim)
-        Keys, those of the rows of q included. With ``page_table``, shape (pages, key_heads, page_size, head_dim).
+        Keys, those of the rows of q included. With ``page_table``, shape (pages, key_heads, page_size, head_dim). Any
+        strides: an array ``x`` of shape (pages, page_size, key_heads, head_dim) is passed as ``x.swapaxes(1, 2)``.
     v_cache : array, shape (sequences, key_heads, capacity, value_dim)
         Values, likewise.
     lengths : array of int, shape (sequences,), optional
-        Keys of each sequence; what the cache holds beyond is not read. Default: all of them.
+        Keys of each sequence; what the cache holds beyond is not read. Default: all of them. Arrays on a GPU are not
+        read by the host, and lengths outside 0 to the capacity are taken for the nearer of these.
     page_table : array of int, shape (sequences, most pages), optional
-        Page n of a sequence holds its keys from ``n * page_size``. Entries past a length are not looked at.
+        Page n of a sequence holds its keys from ``n * page_size``. Entries past a length are not looked at. On a GPU a
+        page that does not exist is not read: rows that see one of its keys are NaN, and others of their sequence may
+        be.
     causal : default True
         As in `forward`, bottom-right against each sequence's own length.
+    splits : int, optional
+        Into how many parts, at most, the keys of a sequence are split among blocks of a GPU. Default: what fills the
+        GPU, which depends on batch, heads and capacity, and with it the order of sums. NumPy arrays: no effect.
+    batch_invariant : bool, default False
+        Split at fixed multiples of keys instead, so that the bits of a sequence's result depend neither on what else
+        is in the batch nor on the capacity. So it is where ``splits`` is given. NumPy arrays: no effect.
     scale, window, return_lse, out, engine
         As in `forward`.
 
@@ -212,9 +222,20 @@ def decode(
     Raises
     ------
     TypeError, ValueError
-        As in `forward`; also for lengths beyond the cache and pages that do not exist.
+        As in `forward`; for NumPy arrays also for lengths beyond the cache and pages that do not exist.
     NotImplementedError
-        For CuPy arrays.
+        For CuPy arrays of float32 and float64.
+
+    Notes
+    -----
+    On a GPU the method is Flash-Decoding [1]_. The same inputs on the same GPU give the same bits, wherever pages lie.
+    A call can be captured into a CUDA graph: lengths, page table and caches may change between replays. Caches whose
+    rows do not begin at multiples of 16 bytes are copied, all of them, on each call; lengths and page tables of
+    other integers than int32 are converted. The error is inside the bound of `cuflash.bounds`.
+
+    References
+    ----------
+    .. [1] T. Dao, D. Haziza, F. Massa and G. Sizov, "Flash-Decoding for long-context inference", 2023.
 
     Examples
     --------
@@ -225,7 +246,8 @@ def decode(
            [0., 0., 0., 0.]], dtype=float32)
     """
     return _launch.decode(
-        q, k_cache, v_cache, lengths, page_table, scale, causal, window, return_lse, out, engine
+        q, k_cache, v_cache, lengths, page_table, scale, causal, window, splits, batch_invariant, return_lse, out,
+        engine,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ returns results. For CuPy arrays prepared calls are kept in a bounded dict, so t
 pointers and launches, and nothing more.
 """
 
+import math
 import struct
 import sys
 import threading
@@ -15,17 +16,19 @@ import numpy as np
 
 from . import _compile, _numpy, _plan, _problem
 from ._dtypes import ELEMENTS
+from ._layout import Integers
 from ._tensor_map import tensor_map
+from ._variant import DECODE_POINTERS
 
 MOST_CALLS = 1024  # prepared calls that are kept
 
-TICKETS, TICKET_BYTES = 1024, 128  # made at once; each alone in a line of the cache
+ZEROS, LINE = 2**20, 128  # bytes of counters made at once, and of a line of the cache, which no two calls share
 MOST_MAPS = 64  # sets of operands whose tensor maps a prepared call keeps
 
 _calls = {}
-_tickets = {}  # by device, stream and thread
-_spare_tickets = {}  # by device
-_kept = []  # what graphs read and write, whose replays do not end where a call does; and all tickets
+_counters = {}  # address and bytes, by device, stream and thread
+_spare_zeros = {}  # address and bytes, by device
+_kept = []  # what graphs read and write, whose replays do not end where a call does; and all counters
 _lock = threading.Lock()
 
 
@@ -116,15 +119,16 @@ def explain(function, arrays, keywords):
     defaults = {
         "forward": {"causal": False, "return_lse": False, "out": None},
         "backward": {"causal": False, "dlse": None, "grads": None},
-        "decode": {"causal": True, "return_lse": False, "out": None, "lengths": None, "page_table": None},
-    }[function] | {"scale": None, "window": None, "engine": None}
+        "decode": {
+            "causal": True, "return_lse": False, "out": None, "lengths": None, "page_table": None, "splits": None,
+            "batch_invariant": False,
+        },
+    }[function] | {"scale": None, "window": None, "engine": None}  # fmt: skip
     wanted = names[function].split()
     if len(arrays) != len(wanted):
         raise ValueError(f"explain: {function} takes the arrays {', '.join(wanted)}; got {len(arrays)}")
     arrays = [_problem.adopt(function, name, x) for name, x in zip(wanted, arrays, strict=True)]
     problem = getattr(_problem, function)(*arrays, **(defaults | keywords))
-    if function == "decode":
-        _on_the_cpu(function, problem)
     return make_plan(problem)
 
 
@@ -233,6 +237,13 @@ class _CuPy:
         kernel = _compile.load(step.variant, device)
         return _compile.cooperative(kernel) if step.cooperative else kernel
 
+    def integers(self, array, lowest, highest):
+        """A copy as int32 in C order, what lies outside two numbers brought to the nearer."""
+        clipped = array.clip(lowest, highest)
+        if self.is_capturing():  # the graph writes it
+            _kept.append(clipped)
+        return clipped.astype(np.int32, order="C")
+
     def clear(self, array):
         """Fill a contiguous array with zero bytes."""
         array.data.memset_async(0, array.nbytes, self.current_stream())
@@ -241,32 +252,40 @@ class _CuPy:
         """Whether launches go into a graph, to run again later."""
         return self.current_stream().is_capturing()
 
-    def ticket(self, device):
-        """Address of an int32 that is 0 whenever a launch in the current stream begins, as each leaves it.
+    def counters(self, device, count):
+        """Address of so many int32 that are 0 whenever a launch in the current stream begins, as each leaves them.
 
         A launch in a graph has its own: where it is replayed is not known here. So has a thread, since the streams
         that are each thread's own share a handle.
         """
+        size = -(-4 * count // LINE) * LINE
         stream = self.current_stream()
         if stream.is_capturing():
-            return self._spare_ticket(device)
+            return self._zeros(device, size)
         key = device, stream.ptr, threading.get_ident()
-        ticket = _tickets.get(key)
-        if ticket is None:
-            ticket = _tickets[key] = self._spare_ticket(device)
-        return ticket
+        address, held = _counters.get(key, (0, 0))
+        if held < size:
+            address, _ = _counters[key] = self._zeros(device, size), size
+        return address
 
-    def _spare_ticket(self, device):
+    def _zeros(self, device, size):
+        """Address of so many bytes of zeros that nobody else has."""
         with _lock:
-            spare = _spare_tickets.setdefault(device, [])
-            if not spare:  # which waits for the GPU, once for many calls, and cannot be while a graph is captured
+            address, left = _spare_zeros.get(device, (0, 0))
+            if left < size:
+                capturing = self.is_capturing()
+                made = size if capturing else max(ZEROS, 8 * size)
                 with self.with_device(device):
-                    zeros = self.empty((TICKETS, TICKET_BYTES // 4), np.int32)
-                    zeros.fill(0)
-                    self.current_stream().synchronize()
+                    zeros = self.empty((made // 4,), np.dtype(np.int32))
+                    self.clear(zeros)
+                    if capturing:  # the graph clears them, each time: only where others have taken all that there was
+                        _kept.append(zeros)
+                        return zeros.data.ptr
+                    self.current_stream().synchronize()  # once for many calls, whose streams may be others
                 _kept.append(zeros)
-                spare += range(zeros.data.ptr, zeros.data.ptr + zeros.nbytes, TICKET_BYTES)
-            return spare.pop()
+                address, left = zeros.data.ptr, made
+            _spare_zeros[device] = address + size, left - size
+            return address
 
     tensor_map = staticmethod(tensor_map)
 
@@ -358,7 +377,7 @@ class _GpuForward(_Gpu):
         self.return_lse = problem.return_lse
         self.out, self.lse = map(_Allocation, plan.buffers[:2])
         if self.ticket:
-            self.backend.ticket(self.device)  # so that there are some
+            self.backend.counters(self.device, 1)  # so that there are some
 
     def _run(self, q, k, v, out):
         copies = self.copies
@@ -372,7 +391,7 @@ class _GpuForward(_Gpu):
         written = self._rows(copies["out"]) if "out" in copies else result
         pointers = [0 if x is None else x.data.ptr for x in (q, k, v, written, lse)]
         if self.ticket:
-            pointers.append(self.backend.ticket(self.device))
+            pointers.append(self.backend.counters(self.device, 1))
         self._launch(pointers)
         if written is not result:
             target = result if out is None else _problem.canonical(out, self.problem.batch)
@@ -437,33 +456,97 @@ def _summed(array, axes):
     return array
 
 
-# The functions that run on the CPU engine alone -------------------------------------------------------------------
+class _NumpyDecode:
+    """A call of the CPU engine."""
+
+    def __init__(self, problem, plan):
+        self.problem = problem
+        self.out = _Allocation(_plan.Buffer("out", problem.out_shape, problem.dtype, problem.q.order))
+
+    def __call__(self, q, k, v, lengths, page_table, out):
+        problem = self.problem
+        out = self.out(np.empty) if out is None else out
+        lse = np.empty(problem.lse_shape, ELEMENTS[problem.dtype].lse) if problem.return_lse else None
+        _numpy.decode(problem, q, k, v, lengths, page_table, out, lse)
+        return (out, lse) if problem.return_lse else out
 
 
-def _on_the_cpu(function, problem):
-    if problem.library != "numpy":
-        raise NotImplementedError(
-            f"{function}: has no GPU kernel yet; wanted NumPy arrays, such as those of cupy.asnumpy"
-        )
+class _GpuDecode(_Gpu):
+    """A prepared call of ``decode`` on a GPU."""
+
+    def __init__(self, problem, plan, backend=None):
+        super().__init__(problem, plan, DECODE_POINTERS, backend)
+        self.return_lse = problem.return_lse
+        self.out, self.lse = map(_Allocation, plan.buffers[:2])
+        self.parts, self.splits = None, 0
+        if len(plan.buffers) > 2:
+            parts, arrived = plan.buffers[2:]
+            self.parts, self.splits = _Allocation(parts), math.prod(arrived.shape)
+            self.backend.counters(self.device, self.splits)  # so that there are some
+
+    def _run(self, q, k, v, lengths, page_table, out):
+        result = self.out(self.empty) if out is None else out
+        lse = self.lse(self.empty) if self.return_lse else None
+        if self.steps:
+            self._decode(q, k, v, result, lse, lengths, page_table)
+        return (result, lse) if self.return_lse else result
+
+    def _decode(self, *operands):
+        """Launch on operands in the order of the pointers."""
+        arrays, copies = operands, self.copies
+        if copies:
+            given = zip(self.names, operands, strict=False)
+            arrays = [self._laid_out(copies[name], x) if name in copies else x for name, x in given]
+        parts, counters = None, 0
+        if self.parts is not None:
+            parts, counters = self.parts(self.empty), self.backend.counters(self.device, self.splits)
+        self._launch([*(0 if x is None else x.data.ptr for x in (*arrays, parts)), counters])
+        if "out" in copies:
+            result = operands[self.names.index("out")]
+            result[...] = arrays[self.names.index("out")][..., : result.shape[-1]]
+        if (copies or counters) and self.backend.is_capturing():
+            _kept.append((arrays, parts))
+
+    def _laid_out(self, copy, array):
+        """What stands for an operand that a kernel cannot address."""
+        if isinstance(copy, Integers):
+            return self.backend.integers(array, copy.lowest, copy.highest)
+        return self._rows(copy) if copy.name == "out" else self._copied(copy, array)
 
 
-def decode(q, k_cache, v_cache, lengths, page_table, scale, causal, window, return_lse, out, engine):
-    """Run ``decode``."""
-    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    q, k_cache, v_cache = (_problem.adopt("decode", name, x) for name, x in named.items())
-    lengths = lengths if lengths is None else _problem.adopt("decode", "lengths", lengths)
-    page_table = page_table if page_table is None else _problem.adopt("decode", "page_table", page_table)
-    out = out if out is None else _problem.adopt("decode", "out", out)
-    problem = _problem.decode(
-        q, k_cache, v_cache, lengths=lengths, page_table=page_table, scale=scale, causal=causal, window=window,
-        return_lse=return_lse, out=out, engine=engine,
+def decode(
+    q, k_cache, v_cache, lengths, page_table, scale, causal, window, splits, batch_invariant, return_lse, out, engine
+):  # fmt: skip
+    """Run ``decode``: by a prepared call where one of its kind has been made before."""
+    arrays = q, k_cache, v_cache, lengths, page_table
+    given = [x for x in (*arrays, out) if x is not None]
+    kind = (
+        "decode", lengths is None, page_table is None, out is None, return_lse, splits, type(splits),
+        bool(batch_invariant),
     )  # fmt: skip
-    _on_the_cpu("decode", problem)
-    if out is None:
-        out = _Allocation(_plan.Buffer("out", problem.out_shape, problem.dtype, problem.q.order))(np.empty)
-    lse = np.empty(problem.lse_shape, ELEMENTS[problem.dtype].lse) if return_lse else None
-    _numpy.decode(problem, q, k_cache, v_cache, lengths, page_table, out, lse)
-    return (out, lse) if return_lse else out
+    key, call = _prepared(given, kind, scale, causal, window, engine)
+    names = "q", "k_cache", "v_cache", "lengths", "page_table"
+    if call is not None:
+        if out is not None:
+            named = zip(names, arrays, strict=True)
+            _problem.check_overlap("decode", "out", out, {name: x for name, x in named if x is not None})
+        return call(*arrays, out)
+    *arrays, out = (
+        x if x is None else _problem.adopt("decode", name, x)
+        for name, x in zip((*names, "out"), (*arrays, out), strict=True)
+    )
+    problem = _problem.decode(
+        **dict(zip(names, arrays, strict=True)), scale=scale, causal=causal, window=window, splits=splits,
+        batch_invariant=batch_invariant, return_lse=return_lse, out=out, engine=engine,
+    )  # fmt: skip
+    plan = make_plan(problem)
+    call = (_NumpyDecode if plan.engine == "numpy" else _GpuDecode)(problem, plan)
+    result = call(*arrays, out)
+    _keep(key, call)
+    return result
+
+
+# Elementwise ------------------------------------------------------------------------------------------------------
 
 
 def merge(outs, lses):

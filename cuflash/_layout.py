@@ -26,6 +26,16 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class Integers:
+    """An array of integers as int32 in C order, what lies outside ``lowest`` to ``highest`` brought to these."""
+
+    name: str
+    shape: tuple
+    lowest: int
+    highest: int
+
+
+@dataclass(frozen=True)
 class TensorMap:
     """A field of a step's arguments: how tensor copies see an operand. Axes innermost first, strides in bytes."""
 

@@ -145,6 +145,7 @@ def variants(limits):
         forward_variant(dtype, mask, *pair, limits): None for dtype in ELEMENTS for mask in masks for pair in pairs
     }
     for dtype in ("float16", "bfloat16"):
+        found |= {decode_variant(dtype, dim, limits, rows): None for dim in DECODE_TILES for rows in (1, 17)}
         found |= {backward_variant(dtype, *pair, limits): None for pair in pairs}
         found |= {rows_variant(dtype): None, finish_variant(dtype): None}
         if not_hopper(limits) is None:
@@ -192,6 +193,39 @@ def hopper_variant(dtype, mask, head_dim, value_dim, keys=0):
     )  # fmt: skip
 
 
+# Tiles of decode, by the padded head dim: tile_k, warps, stages; the first that fit shared memory are taken. Two blocks
+# a multiprocessor fill it, so that one begins or ends while the other has much on its way.
+DECODE_TILES = {
+    32: ((64, 4, 3), (64, 4, 2)),
+    64: ((32, 4, 3), (32, 4, 2)),
+    96: ((16, 4, 4), (16, 4, 3)),
+    128: ((16, 4, 3), (16, 4, 2)),
+    192: ((16, 4, 2), (16, 2, 3)),
+    256: ((16, 2, 3), (16, 2, 2)),
+}
+DECODE_BLOCKS = 2  # a multiprocessor
+DECODE_MANY_ROWS = (64, 128)  # head dims with tiles of 32 rows too, by which keys are read half as often
+
+
+def decode_dims(head_dim, value_dim):
+    """Head dims as decode compiles them: alike, for what is padded costs no memory's time."""
+    dim = next(dim for dim in DECODE_TILES if max(head_dim, value_dim) <= dim)
+    return dim, dim
+
+
+def decode_variant(dtype, dim, limits, rows=1):
+    """The kernel of decode for a padded head dim, of v too, and so many packed rows."""
+    tile_q = 32 if rows > 16 and dim in DECODE_MANY_ROWS else 16
+    for tile_k, warps, stages in DECODE_TILES[dim]:
+        ring = 4 * stages * tile_k * dim
+        shared = 2 * tile_q * dim + warps * (ring + 8 * tile_q) + 16
+        if shared <= limits.shared_bytes and 4 * tile_q * (dim + 8) <= ring:  # which is to hold a warp's rows of out
+            break
+    else:
+        return decode_variant(dtype, dim, limits)
+    return Variant("decode", dtype, "window", dim, dim, tile_q, tile_k, warps, DECODE_BLOCKS, stages, shared)
+
+
 # Engines --------------------------------------------------------------------------------------------------------
 
 
@@ -199,13 +233,15 @@ def plan(problem, limits):
     """Choose engine, variant, copies and launches for a problem. ``limits`` is None where there is no GPU."""
     if problem.library == "numpy":
         return Plan("numpy", "the arrays are NumPy's")
-    if problem.function == "backward" and problem.dtype not in ("float16", "bfloat16"):
+    if problem.function != "forward" and problem.dtype not in ("float16", "bfloat16"):
         raise NotImplementedError(
-            f"backward: has no GPU kernel for {problem.dtype} yet; wanted float16 or bfloat16, or NumPy arrays"
+            f"{problem.function}: has no GPU kernel for {problem.dtype} yet; "
+            f"wanted float16 or bfloat16, or NumPy arrays"
         )
     portable, hopper = {
         "forward": (_portable_forward, _hopper_forward),
         "backward": (_portable_backward, _hopper_backward),
+        "decode": (_portable_decode, None),
     }[problem.function]
     obstacle = not_hopper(limits) or _not_for_hopper(problem)
     if problem.engine == "sm90" and obstacle:
@@ -228,6 +264,8 @@ def not_hopper(limits):
 
 def _not_for_hopper(problem):
     """Why the sm90 engine does not take a problem, or None."""
+    if problem.function == "decode":
+        return "decode waits for memory, which wgmma makes no faster"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"wgmma has no {problem.dtype}"
     if 0 in (problem.keys, problem.value_dim):
@@ -426,6 +464,129 @@ def _pack(problem, tile_q, most=None):
 def _filled(rows, tile):
     """Share of the tiles' rows that is used."""
     return rows / (-(-rows // tile) * tile)
+
+
+# Decode ---------------------------------------------------------------------------------------------------------
+
+INVARIANT_KEYS = 1024  # of a split whose ends are to be the same in every batch
+FEWEST_KEYS = 256  # of a split: fewer are read sooner than their part is added
+FEWEST_BESIDE_OTHERS = 1024  # where there are blocks enough without splits
+MOST_KEYS = 4096  # of a split where caches are full, so that one long sequence among short ones does not take long,
+MOST_WAVES = 16  # so long as the blocks are no more, for those of short sequences have nothing to do but end
+
+
+def _portable_decode(problem, limits, reason):
+    """One launch, or several where blocks are too many; see the head of ``kernels/decode.cu``."""
+    rows, element = problem.queries * problem.group, ELEMENTS[problem.dtype]
+    dim, _ = decode_dims(problem.head_dim, problem.value_dim)
+    variant = decode_variant(problem.dtype, dim, limits, rows)
+    scale, factor = _positive(problem.scale, element)
+    (sequences,), order = problem.batch, problem.q.order
+    out_shape = (sequences, problem.heads, problem.queries, problem.value_dim)
+    out = problem.out or Operand(out_shape, contiguous(out_shape, order, element.itemsize), True)
+    buffers = (
+        Buffer("out", out_shape, problem.dtype, order),
+        Buffer("lse", out_shape[:-1], element.lse.name, (0, 1)),
+    )
+    tiles = -(-rows // variant.tile_q)
+    splits, fewest = _splits(problem, variant, limits, sequences * problem.key_heads * tiles)
+    blocks = problem.key_heads * tiles * splits  # of a sequence
+    if max(rows, blocks) > LARGEST_GRID:
+        raise ValueError(f"decode: a sequence has {rows} rows, {blocks} blocks; wanted at most {LARGEST_GRID} of each")
+    if 0 in (sequences, rows):
+        return Plan("portable", reason, (), buffers)
+
+    uses = {
+        "q": Use(problem.q, problem.dtype, 16, factor=factor),
+        "out": Use(out, problem.dtype, 1, written=True),
+    }
+    operands, copies, _, where = _layout.lay_out(problem.batch, uses)
+    pages = problem.k.shape[:1]
+    caches = {"k": Use(problem.k, problem.dtype, 16), "v": Use(problem.v, problem.dtype, 16)}
+    _, more, _, there = _layout.lay_out(pages, caches)
+    where, copies = where | there, copies | more
+    page_size = max(problem.k.shape[-2], 1)
+    shift = (page_size - 1).bit_length()
+    left, right = problem.window or (None, None)
+    right = min(LONGEST if right is None else right, 0 if problem.causal else LONGEST)
+    args = {
+        **{f"{name}_strides": places for name, places in where.items()},
+        "queries": problem.queries,
+        "capacity": problem.keys,
+        "heads": problem.heads,
+        "group": problem.group,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "key_heads": problem.key_heads,
+        "tiles": tiles,
+        "splits": splits,
+        "fewest": fewest,
+        "pages": pages[0],
+        "page_size": page_size,
+        "page_multiplier": 2**32 * (2**shift - page_size) // page_size + 1,
+        "page_shift": shift,
+        "left": LONGEST if left is None else min(left, LONGEST),
+        "right": right,
+        "top_left": int(problem.causal == "top-left"),
+        "out_vectors": int(_layout.in_chunks(operands["out"], element.itemsize)),
+        "scale_log2": scale * LOG2_E,
+    }
+    for table, strides in (
+        (problem.lengths, ("length_stride",)),
+        (problem.page_table, ("table_stride", "table_step")),
+    ):
+        if table is None:
+            continue
+        if table.dtype != "int32":
+            kind = np.iinfo(table.dtype)
+            highest = {"lengths": problem.keys, "page_table": pages[0]}[table.name]
+            limits_of = max(-1, kind.min), min(highest, kind.max)
+            copies[table.name] = _layout.Integers(table.name, table.shape, *limits_of)
+        steps = table.strides if table.dtype == "int32" else contiguous((*table.shape, 1), range(len(table.shape)), 4)
+        args |= dict(zip(strides, steps, strict=False))
+    if splits > 1:
+        items = sequences * problem.key_heads * tiles
+        record = 4 * min(rows, variant.tile_q) * (variant.value_dim + 4)  # a row's quads, then its reference and sum
+        buffers += (
+            Buffer("parts", (items * splits, record // 4), "float32", (0,)),
+            Buffer("arrived", (items,), "int32", (), zeroed=True),
+        )
+    together = LARGEST_GRID // blocks  # sequences of a launch
+    steps = tuple(
+        Step(
+            variant,
+            grid=min(sequences - first, together) * blocks,
+            threads=32 * variant.warps,
+            shared_bytes=variant.shared_bytes,
+            args={**args, "first_sequence": first},
+        )
+        for first in range(0, sequences, together)
+    )
+    return Plan("portable", reason, tuple(copies.values()), buffers, steps)
+
+
+def _splits(problem, variant, limits, items):
+    """Splits of a tile of rows' keys, at most, and tiles of keys that one has, at least.
+
+    Lengths are not known here. A split has more tiles than the least where there would be more splits, see ``work_of``
+    in ``kernels/decode.cu``.
+    """
+    tile = variant.tile_k
+    most = -(-problem.keys // tile)
+    left, right = problem.window or (None, None)
+    right = 0 if problem.causal and (right is None or right > 0) else right
+    if None not in (left, right):  # the run of keys of a tile of rows, and one more tile where it begins inside one
+        queries = min(problem.queries, variant.tile_q // max(problem.group, 1) + 2)
+        most = min(most, (left + right + queries + tile - 2) // tile + 1)
+    if problem.splits is not None:
+        return max(min(problem.splits, most), 1), 1
+    if problem.batch_invariant:
+        return max(-(-most * tile // INVARIANT_KEYS), 1), INVARIANT_KEYS // tile
+    wave, items = limits.processors * variant.blocks_per_sm, max(items, 1)
+    filling = 2 * wave // items  # two whole waves, and no part of a third
+    balancing = min(-(-most * tile // MOST_KEYS), MOST_WAVES * wave // items)
+    fewest = FEWEST_KEYS if filling > 1 else FEWEST_BESIDE_OTHERS
+    return max(min(max(filling, balancing), -(-most * tile // fewest)), 1), fewest // tile
 
 
 # Backward -------------------------------------------------------------------------------------------------------

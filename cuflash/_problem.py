@@ -43,6 +43,16 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class Table:
+    """An array of integers that goes with a cache, and how it lies in memory."""
+
+    name: str
+    shape: tuple
+    strides: tuple
+    dtype: str
+
+
+@dataclass(frozen=True)
 class Problem:
     """One call of ``forward``, ``backward`` or ``decode``: sizes, meaning, and where the operands lie."""
 
@@ -75,6 +85,11 @@ class Problem:
     dq: Operand | None = None
     dk: Operand | None = None
     dv: Operand | None = None
+    # Of decode, whose k and v have pages, or sequences, along their first axis; keys is what a sequence has room for.
+    lengths: Table | None = None
+    page_table: Table | None = None
+    splits: int | None = None
+    batch_invariant: bool = False
 
     @property
     def group(self):
@@ -315,6 +330,16 @@ def _window(function, window):
     return tuple(None if side is None else int(side) for side in window)
 
 
+def _splits(splits):
+    if splits is None:
+        return None
+    if isinstance(splits, (bool, np.bool_)) or not isinstance(splits, numbers.Integral):
+        raise TypeError(f"decode: splits is {splits!r}; wanted an integer or None")
+    if splits < 1:
+        raise ValueError(f"decode: splits is {splits}; wanted 1 or more")
+    return int(splits)
+
+
 def _engine(function, engine, found):
     if engine is not None and not (isinstance(engine, str) and engine in ENGINES):
         wanted = ", ".join(map(repr, ENGINES))
@@ -435,7 +460,9 @@ def backward(dout, q, k, v, out, lse, *, scale, causal, window, dlse, grads, eng
     )
 
 
-def decode(q, k_cache, v_cache, *, lengths, page_table, scale, causal, window, return_lse, out, engine):
+def decode(
+    q, k_cache, v_cache, *, lengths, page_table, scale, causal, window, splits, batch_invariant, return_lse, out, engine
+):  # fmt: skip
     """Validate a call of ``decode``."""
     names = ("q", "k_cache", "v_cache")
     inputs = dict(zip(names, (q, k_cache, v_cache), strict=True))
@@ -467,6 +494,8 @@ def decode(q, k_cache, v_cache, *, lengths, page_table, scale, causal, window, r
         if lengths is None:
             raise ValueError("decode: lengths is None, page_table is given; wanted the length of each sequence")
         capacity = sizes["keys"] * page_table.shape[1]
+        if capacity > LONGEST:
+            raise ValueError(f"decode: page_table has room for {capacity} keys a sequence; wanted at most {LONGEST}")
     if lengths is not None and lengths.shape != (sequences,):
         raise ValueError(f"decode: lengths has shape {lengths.shape}; wanted ({sequences},)")
     if found == "numpy" and lengths is not None:
@@ -489,6 +518,9 @@ def decode(q, k_cache, v_cache, *, lengths, page_table, scale, causal, window, r
         q=_operand(q, batch),
         k=_operand(k_cache, k_cache.shape[:1]),
         v=_operand(v_cache, v_cache.shape[:1]),
+        splits=_splits(splits),
+        batch_invariant=bool(batch_invariant),
+        **{name: Table(name, x.shape, x.strides, x.dtype.name) for name, x in tables.items()},
     )
     if out is None:
         return problem

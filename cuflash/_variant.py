@@ -19,6 +19,8 @@ _STRIDES = np.dtype([(name, np.int64) for name in ("batch0", "batch1", "head", "
 _SCHEDULE = np.dtype([("tiles", np.int32), ("section", np.int32), ("heads", np.int64)])
 _TENSOR_MAP = np.dtype("V128")
 
+DECODE_POINTERS = "q k v out lse lengths page_table parts arrived"
+
 
 def _struct(fields):
     """A structured dtype laid out as a C compiler would, tensor maps at multiples of 128 bytes."""
@@ -67,6 +69,22 @@ def _backward_args(maps=""):
     )
 
 
+def _decode_args():
+    sizes = (
+        "queries capacity heads group head_dim value_dim key_heads tiles splits fewest first_sequence "
+        "pages page_size page_multiplier page_shift left right top_left out_vectors"
+    )
+    return _struct(
+        [
+            *((name, np.uint64) for name in DECODE_POINTERS.split()),
+            *((f"{name}_strides", _STRIDES) for name in "q k v out".split()),
+            *((name, np.int64) for name in "length_stride table_stride table_step".split()),
+            *((name, np.uint32 if name == "page_multiplier" else np.int32) for name in sizes.split()),
+            ("scale_log2", np.float32),
+        ]
+    )
+
+
 # NVRTC has no offsetof before 13.1, but its front end's own operator.
 _OFFSET_OF = """\
 #ifdef __CUDACC_RTC__
@@ -84,6 +102,7 @@ KERNELS = {
         "forward_sm90.cu",
         _args(np.float32, "q k v out lse ticket", "q_map k_map v_map out_map", sizes="out_boxes blocks rows"),
     ),
+    "decode": ("decode.cu", _decode_args()),
     "backward_rows": ("backward_rows.cu", _backward_args()),
     "backward": ("backward.cu", _backward_args()),
     "backward_finish": ("backward_finish.cu", _backward_args()),
@@ -123,7 +142,7 @@ class Variant:
         tiles = f"q{self.tile_q}_k{self.tile_k}_w{self.warps}_b{self.blocks_per_sm}"
         more = "_r" * self.query_registers + f"_o{self.out_staged}" * (self.out_staged > 0)
         more += f"_e{self.early}" * (self.early > 0)
-        mask = "" if self.backward else f"_{self.mask}"  # always the most general there
+        mask = f"_{self.mask}" if self.forward else ""  # always the most general elsewhere
         more += "" if self.ordered else "_unordered"
         return f"{self.kernel}_{ELEMENTS[self.element].short}{mask}_{dims}_{tiles}_s{self.stages}{more}"
 
@@ -151,7 +170,7 @@ class Variant:
             for field in fields(self)
             if field.type is int and self._has(field)
         )
-        last_first = "" if self.backward else "constexpr bool LAST_FIRST = {};  // long rows of tiles first\n"
+        last_first = "" if not self.forward else "constexpr bool LAST_FIRST = {};  // long rows of tiles first\n"
         last_first = last_first.format("false" if self.mask == "full" else "true")
         offsets = "".join(
             f'    static_assert(OFFSET_OF(A, {name}) == {offset}, "Args.{name}: not where Python puts it");\n'
@@ -173,9 +192,19 @@ class Variant:
         return self.kernel in owners.get(field.name, ("forward_sm90",))
 
     @property
+    def function(self):
+        """The function that it is for."""
+        return self.kernel.split("_")[0]
+
+    @property
+    def forward(self):
+        """Whether it is one of forward's."""
+        return self.function == "forward"
+
+    @property
     def backward(self):
         """Whether it is one of backward's."""
-        return self.kernel.startswith("backward")
+        return self.function == "backward"
 
     @property
     def hopper(self):

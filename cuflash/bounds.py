@@ -30,6 +30,9 @@ and ``T_j`` is p_j times that, plus the least normal number, below which a weigh
 
 of which Cauchy and Schwarz make matrix products: ``sum T |v - out| <= sqrt(sum T * sum T (v - out)^2)``.
 
+Where keys are shared among parts that are added at the end, as `decode` does, each addition is a rescale more, and its
+argument another lag at most beyond the distance.
+
 **Sums.** Where weights meet v in 16 bits, each errs by ``u_p`` of itself, and in float16 by 2^-25 of the row's
 reference if it underflows. Summing n products errs by ``gamma(n u + R_j u)``, summing the weights themselves by the
 like with the depth of their sum instead of n. These meet ``p_j |v_j|`` and ``p_j |out|``: nothing cancels. Whatever
@@ -56,7 +59,7 @@ The bound is infinite where a score leaves the format of the accumulator, or a r
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -86,6 +89,8 @@ class Path:
         Relative error of the exponential, error of the logarithm.
     lag : float
         How far the reference may lag the largest score, natural units.
+    merges : int
+        How often the parts that hold a key are added to others.
     tile : int
         Fewest keys between two rises of the reference.
     depth : int
@@ -111,6 +116,7 @@ class Path:
     largest_out: float
     tiny: float
     largest: float
+    merges: int = 0
 
     def gamma(self, terms):
         """Relative error of a product's sum of so many terms."""
@@ -249,12 +255,15 @@ def decode(q, k_cache, v_cache, *, path, lengths=None, page_table=None, scale=No
     q, k_cache, v_cache, lengths, page_table, scale, causal, window
         As in `cuflash.reference.decode`.
     path : str or Path
-        As in `forward`.
+        As in `forward`. On a GPU keys are shared among warps and blocks.
 
     Returns
     -------
     Bounded
     """
+    path = path_of(path)
+    if path.lag:
+        path = replace(path, merges=2)
     parts = [
         forward(*operands, path=path, scale=scale, causal=causal, window=window)
         for operands in sequences(q, k_cache, v_cache, lengths, page_table)
@@ -342,7 +351,8 @@ class _Rows:
             self.first = np.where(self.alive & valid[:, 0], np.exp(top - self.lse), 0)  # the largest weight
             rises = np.maximum(self.keys + path.tile - 2, 0)[:, None] // path.tile
             self.rises = np.minimum(rises, 1 + distance / path.lag) if path.lag else rises + 0 * distance
-            self.relative = self.score_error + path.u * (3 * distance + 2 * path.lag)
+            self.rises = self.rises + path.merges
+            self.relative = self.score_error + path.u * (3 * distance + (2 + path.merges) * path.lag)
             self.relative += (1 + self.rises) * path.exponential
             self.weight_error = np.expm1(np.minimum(self.relative, MOST)) * self.weights + path.tiny * live  # p T
             self.mean_error = self.weight_error.sum(axis=1)

@@ -12,8 +12,8 @@ and each check asks one thing of an attention for a recipe, and raises Assertion
 
 ``my_attention(q, k, v, *, scale, causal, window, return_lse)`` behaves as `cuflash.forward` does. Checks take, after
 it and the recipe, ``xp`` (numpy or cupy: whose arrays to pass) and ``path`` (whose constants the bound uses, by
-default "numpy <dtype>" or "portable <dtype>"). `forward_checks` and `gradient_checks` hold them all. There is no
-tolerance here: everything is judged by `cuflash.bounds`, or by bits.
+default "numpy <dtype>" or "portable <dtype>"). `forward_checks`, `gradient_checks` and, for `CacheRecipe`s,
+`decode_checks` hold them all. There is no tolerance here: everything is judged by `cuflash.bounds`, or by bits.
 """
 
 from dataclasses import dataclass, replace
@@ -210,21 +210,207 @@ def problems(draw, *, dtypes=DTYPES, max_length=160, max_head_dim=256, layouts=L
     )
 
 
+# Recipes of decode ------------------------------------------------------------------------------------------------
+
+PAGE_SIZES = (None, None, None, 1, 2, 16, 7, 48, 64, 300)
+CACHE_LAYOUTS = ("contiguous", "swapped", "offset", "strided", "reversed", "stepped")
+
+
+@dataclass(frozen=True)
+class CacheRecipe:
+    """A problem of `cuflash.decode` from which its arrays can be made again.
+
+    Attributes
+    ----------
+    lengths : tuple of int
+        Keys of each sequence.
+    spare : int
+        Keys that a cache has room for beyond the longest.
+    page_size : int or None
+        None: in one piece.
+    heads, key_heads, queries, head_dim, value_dim : int
+        Sizes.
+    dtype : str
+        Of q and the caches.
+    causal, window, scale, splits, batch_invariant
+        Keywords of `cuflash.decode`.
+    q, k, v : str
+        How each lies in memory, as in `Recipe`. What no sequence owns holds NaN: keys beyond a length, a page that is
+        nobody's. So do entries of the page table that nothing needs: numbers of no page.
+    integers : str
+        dtype of lengths and page table.
+    seed : int
+        Of the numbers and of the order of pages.
+    planted : bool
+        Whether the last key of a sequence is large where its last query looks.
+
+    Examples
+    --------
+    >>> recipe = CacheRecipe(lengths=(3, 0), page_size=2)
+    >>> q, k, v, tables = recipe.arrays()
+    >>> k.shape, tables["page_table"].shape
+    ((5, 1, 2, 8), (2, 2))
+    """
+
+    lengths: tuple = (1,)
+    spare: int = 0
+    page_size: int | None = None
+    heads: int = 1
+    key_heads: int = 1
+    queries: int = 1
+    head_dim: int = 8
+    value_dim: int = 8
+    dtype: str = "float16"
+    causal: bool | str = True
+    window: tuple | None = None
+    scale: float | None = None
+    splits: int | None = None
+    batch_invariant: bool = False
+    q: str = "contiguous"
+    k: str = "contiguous"
+    v: str = "contiguous"
+    integers: str = "int32"
+    seed: int = 0
+    planted: bool = False
+
+    @property
+    def keywords(self):
+        """Keywords of the call that say what is to be computed."""
+        return {"scale": self.scale, "causal": self.causal, "window": self.window}
+
+    @property
+    def splitting(self):
+        """Keywords of the call that say how."""
+        return {"splits": self.splits, "batch_invariant": self.batch_invariant}
+
+    @property
+    def capacity(self):
+        """Keys that a sequence has room for."""
+        most, size = max(self.lengths, default=0) + self.spare, self.page_size or 1
+        return -(-most // size) * size
+
+    def mask(self, b):
+        """Which keys each row of a sequence sees."""
+        return reference.visible(self.queries, self.lengths[b], causal=self.causal, window=self.window)
+
+    def values(self):
+        """q and caches in one piece, NumPy arrays in C order; beyond a length they hold 0."""
+        sequences, rng = len(self.lengths), np.random.default_rng(self.seed)
+        shapes = (
+            (sequences, self.heads, self.queries, self.head_dim),
+            (sequences, self.key_heads, self.capacity, self.head_dim),
+            (sequences, self.key_heads, self.capacity, self.value_dim),
+        )
+        q, k, v = (rng.standard_normal(shape).astype(ELEMENTS[self.dtype].dtype) for shape in shapes)
+        for b, length in enumerate(self.lengths):
+            if self.planted and length and q.size:
+                k[b, :, length - 1] = PLANTED * np.sign(q[b, 0, -1])
+                v[b, :, length - 1] *= 16
+            k[b, :, length:] = v[b, :, length:] = 0
+        return q, k, v
+
+    def spoilt(self, values, garbage):
+        """Values in which keys that a certain row of each sequence does not see hold ``garbage``, in turn, and the
+        rows of each sequence that see none of these."""
+        q, k, v = (x.copy() for x in values)
+        row, rows = self.seed % max(self.queries, 1), []
+        for b in range(len(self.lengths)):
+            mask = self.mask(b)
+            hidden = np.flatnonzero(~mask[row]) if self.queries else np.arange(0)
+            rows.append(np.flatnonzero(~mask[:, hidden].any(axis=1)))
+            for x in (k, v):
+                x[b][:, hidden] = np.resize(garbage, (len(hidden), x.shape[-1])).astype(x.dtype)
+        return (q, k, v), rows
+
+    def arrays(self, xp=np, values=None):
+        """q, k_cache, v_cache and a dict of lengths and page table, arrays of ``xp``."""
+        q, *caches = (x.copy() for x in values or self.values())
+        for b, length in enumerate(self.lengths):
+            for cache in caches:
+                cache[b, :, length:] = np.nan
+        tables = {"lengths": np.array(self.lengths, self.integers)}
+        if self.page_size:
+            caches, tables["page_table"] = self._paged(caches)
+        arrays = (lay_out(x, layout, xp) for x, layout in zip((q, *caches), (self.q, self.k, self.v), strict=True))
+        return *arrays, {name: xp.asarray(x) for name, x in tables.items()}
+
+    def _paged(self, caches):
+        size, sequences = self.page_size, len(self.lengths)
+        count = self.capacity // size
+        table = np.random.default_rng(self.seed).permutation(sequences * count + 1)[: sequences * count]
+        pages = [np.full((sequences * count + 1, x.shape[1], size, x.shape[3]), np.nan, x.dtype) for x in caches]
+        for into, cache in zip(pages, caches, strict=True):
+            parts = cache.reshape(sequences, cache.shape[1], count, size, cache.shape[3])
+            into[table] = parts.swapaxes(1, 2).reshape(sequences * count, *into.shape[1:])
+        table = table.reshape(sequences, count).astype(self.integers)
+        nowhere = (np.iinfo(self.integers).max, np.iinfo(self.integers).min, sequences * count + 1)
+        for b, length in enumerate(self.lengths):
+            table[b, -(-length // size) :] = nowhere[b % 2] if self.seed % 2 else min(nowhere[2], nowhere[0])
+        return pages, table
+
+
+def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), max_length=160, max_head_dim=256):
+    """A `CacheRecipe` of choices, each by ``choose(options)`` from a sequence, of which the first is the simplest."""
+
+    def length():
+        return choose(choose(([n for n in LENGTHS if n <= max_length], range(max_length + 1))))
+
+    def width():
+        return choose(choose(([n for n in HEAD_DIMS if n <= max_head_dim], range(1, max_head_dim + 1))))
+
+    causal = choose((True, True, False, "top-left", "bottom-right"))
+    side = (None, 0, 1, 15, 16, 17, 40, 64, 65)
+    window = (choose(side), choose(side)) if choose((False, False, True)) else None
+    lengths = tuple(length() for _ in range(choose((1, 1, 2, 2, 2, 3, 3, 4, 4, 0))))
+    page_size, integers = choose(PAGE_SIZES), choose(("int32", "int32", "int64", "uint16", "uint32", "int16"))
+    head_dim = width()
+    splits, batch_invariant = choose(((None, False), (1, False), (2, False), (5, False), (64, False), (None, True)))
+    heads, key_heads = choose((*HEADS, (8, 1), (20, 2)))
+    return CacheRecipe(
+        lengths=lengths,
+        spare=choose((0, 1, 16, 33)),
+        page_size=page_size,
+        heads=heads,
+        key_heads=key_heads,
+        queries=choose((1, 1, 1, 1, 1, 2, 2, 3, 5, 16, 17, 40, 0)),
+        head_dim=head_dim,
+        value_dim=choose((head_dim, width())),
+        dtype=choose(dtypes),
+        causal=causal,
+        window=window,
+        scale=choose(SCALES),
+        splits=splits,
+        batch_invariant=batch_invariant,
+        q=choose(CACHE_LAYOUTS),
+        k=choose(CACHE_LAYOUTS),
+        v=choose(CACHE_LAYOUTS),
+        integers=integers,
+        seed=choose(range(2**16)),
+        planted=choose((False, True)),
+    )
+
+
+@st.composite
+def caches(draw, **options):
+    """A Hypothesis strategy of `CacheRecipe`, with the keywords of `cache_recipe`."""
+    return cache_recipe(lambda among: draw(st.sampled_from(among)), **options)
+
+
 def fuzz(check, attention, *, examples=100, xp=np, path=None, **strategy):
     """Run a check on that many recipes, the same ones each time.
 
     Parameters
     ----------
     check : function
-        One of `forward_checks` or `gradient_checks`.
+        One of `forward_checks`, `gradient_checks` or `decode_checks`.
     attention : function
-        Behaves as `cuflash.forward`.
+        Behaves as `cuflash.forward`, for the last of them as `cuflash.decode`.
     examples : int
         Recipes to draw.
     xp, path
         As checks take them.
     **strategy
-        Keywords of `problems`.
+        Keywords of `problems`, or of `caches`.
 
     Raises
     ------
@@ -235,7 +421,7 @@ def fuzz(check, attention, *, examples=100, xp=np, path=None, **strategy):
     @settings(
         max_examples=examples, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
     )
-    @given(problems(**strategy))
+    @given((caches if check in decode_checks else problems)(**strategy))
     def holds(recipe):
         check(attention, recipe, xp, path)
 
@@ -526,6 +712,91 @@ forward_checks = (
     check_linear_in_v,
     check_permuted_keys,
     check_zero_queries_average_v,
+)
+
+
+# Checks of decode -------------------------------------------------------------------------------------------------
+
+
+def _decoded(decode, recipe, arrays, **changes):
+    q, k, v, tables = arrays
+    return decode(q, k, v, return_lse=True, **(tables | recipe.keywords | recipe.splitting | changes))
+
+
+def _assert_decoded(results, recipe, values, path, rows=None):
+    """Inside the bound; of sequence b only the rows ``rows[b]``, where given."""
+    path = _path(path, values[0])
+    exact = bounds.decode(*values, path=path, lengths=np.array(recipe.lengths, int), **recipe.keywords)
+    for part, actual, wanted, limit in zip(
+        ("out", "lse"), results, (exact.out, exact.lse), (exact.out_bound, exact.lse_bound), strict=True
+    ):
+        if rows is None:
+            _assert_within(part, actual, wanted, limit)
+            continue
+        for b, chosen in enumerate(rows):
+            one = (reference.host(x)[b, :, chosen] for x in (actual, wanted, limit))
+            _assert_within(f"{part}[{b}]", *one)
+
+
+def check_decode_bound(decode, recipe, xp=np, path=None):
+    """Out and lse lie within the bound, wherever keys lie and whatever lies beside them."""
+    values = recipe.values()
+    _assert_decoded(_decoded(decode, recipe, recipe.arrays(xp, values)), recipe, values, path)
+
+
+def check_decode_placement(decode, recipe, xp=np, path=None):
+    """Pages, strides and alignment change no bit, where splits are not the plan's to choose."""
+    values = recipe.values()
+    changes = {} if recipe.splits else {"batch_invariant": True}
+    lengths = {"lengths": xp.asarray(np.array(recipe.lengths, np.int32))}
+    plain = (*(xp.asarray(x) for x in values), lengths)
+    results = _decoded(decode, recipe, recipe.arrays(xp, values), **changes)
+    _assert_alike("placement", results, _decoded(decode, recipe, plain, **changes))
+
+
+def check_decode_one_by_one(decode, recipe, xp=np, path=None):
+    """What else is in the batch, and how much a cache has room for, changes no bit, where splits do not follow it."""
+    values, changes = recipe.values(), {} if recipe.splits else {"batch_invariant": True}
+    results = _decoded(decode, recipe, recipe.arrays(xp, values), **changes)
+    for b, length in enumerate(recipe.lengths):
+        q, k, v = (x[b : b + 1] for x in values)
+        one = replace(recipe, lengths=(length,), spare=0, page_size=None)
+        alone = one.arrays(xp, (q, k[:, :, :length], v[:, :, :length]))
+        _assert_alike(f"sequence {b} alone", [x[b : b + 1] for x in results], _decoded(decode, one, alone, **changes))
+
+
+def check_decode_rerun(decode, recipe, xp=np, path=None):
+    """The same bits on each run, whatever the default of splits."""
+    arrays = recipe.arrays(xp)
+    first = _decoded(decode, recipe, arrays)
+    for _ in range(2):
+        _assert_alike("run = rerun", _decoded(decode, recipe, arrays), first)
+
+
+def check_decode_splits(decode, recipe, xp=np, path=None):
+    """Any number of splits gives an answer within the bound."""
+    values = recipe.values()
+    arrays = recipe.arrays(xp, values)
+    for splits in (1, 2, 3, 7, 1000):
+        results = _decoded(decode, recipe, arrays, splits=splits, batch_invariant=False)
+        _assert_decoded(results, recipe, values, path)
+
+
+def check_decode_hidden_keys(decode, recipe, xp=np, path=None):
+    """What a row does not see may be NaN or infinite, also where other rows of its sequence see it."""
+    values = recipe.values()
+    for garbage in ((np.nan, np.nan), (np.inf, -np.inf)):
+        spoilt, rows = recipe.spoilt(values, garbage)
+        _assert_decoded(_decoded(decode, recipe, recipe.arrays(xp, spoilt)), recipe, values, path, rows)
+
+
+decode_checks = (
+    check_decode_bound,
+    check_decode_placement,
+    check_decode_one_by_one,
+    check_decode_rerun,
+    check_decode_splits,
+    check_decode_hidden_keys,
 )
 
 

@@ -1,4 +1,4 @@
-// The careful path of forward for 16-bit elements: rows that tensor cores may have got wrong, computed again.
+// The careful path of forward and decode for 16-bit elements: rows that tensor cores may have got wrong, computed again.
 #pragma once
 
 #include "ptx.cuh"
@@ -7,10 +7,11 @@
 namespace cuflash {
 
 // One row again, by a warp, reading visible keys only and rounding each score by itself: for rows where a hidden value
-// that is not finite may have met a weight of 0 on the tensor cores, or whose scores are huge.
-template <typename Args>
-__device__ __noinline__ void careful_row(const Args& args, const char* q, const char* k, const char* v, char* out,
-                                         char* lse, int first, int end) {
+// that is not finite may have met a weight of 0 on the tensor cores, or whose scores are huge. `keys(j)`, `values(j)` are
+// addresses.
+template <typename Args, typename Keys, typename Values>
+__device__ __forceinline__ void careful_row_of(const Args& args, const char* q, Keys keys, Values values, char* out,
+                                               char* lse, int first, int end) {
     constexpr int MOST = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;
     const int lane = lane_index();
     float query[MOST], sums[MOST] = {};
@@ -24,9 +25,7 @@ __device__ __noinline__ void careful_row(const Args& args, const char* q, const 
 #pragma unroll
         for (int n = 0; n < MOST; ++n) {
             int d = n * WARP + lane;
-            if (d < args.head_dim) {
-                s = fused_multiply_add(query[n], to_float(load_global<Element>(k + j * args.k_strides.row + 2 * d)), s);
-            }
+            if (d < args.head_dim) s = fused_multiply_add(query[n], to_float(load_global<Element>(keys(j) + 2 * d)), s);
         }
 #pragma unroll
         for (int lanes = WARP / 2; lanes > 0; lanes /= 2) s += shuffle_xor(s, lanes);
@@ -43,8 +42,7 @@ __device__ __noinline__ void careful_row(const Args& args, const char* q, const 
         for (int n = 0; n < MOST; ++n) {
             int d = n * WARP + lane;
             if (d < args.value_dim) {
-                float value = to_float(load_global<Element>(v + j * args.v_strides.row + 2 * d));
-                sums[n] = fused_multiply_add(weight, value, sums[n]);
+                sums[n] = fused_multiply_add(weight, to_float(load_global<Element>(values(j) + 2 * d)), sums[n]);
             }
         }
     }
@@ -57,6 +55,15 @@ __device__ __noinline__ void careful_row(const Args& args, const char* q, const 
         }
     }
     if (row.too_coarse() && args.lse != nullptr && lane == 0) store_global(lse, row.lse());  // else it is right already
+}
+
+// The same of keys and values that lie at equal distances.
+template <typename Args>
+__device__ __noinline__ void careful_row(const Args& args, const char* q, const char* k, const char* v, char* out,
+                                         char* lse, int first, int end) {
+    careful_row_of(
+        args, q, [&](int j) { return k + j * args.k_strides.row; }, [&](int j) { return v + j * args.v_strides.row; },
+        out, lse, first, end);
 }
 
 }  // namespace cuflash

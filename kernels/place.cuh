@@ -64,4 +64,52 @@ struct Dense {
     }
 };
 
+// Division by a number that a launch fixes: the upper half of a product and a shift (Granlund & Montgomery 1994).
+struct Divisor {
+    int value;
+    uint32 multiplier;  // 2^32 (2^shift - value) / value, rounded down, + 1
+    int shift;          // 2^shift is the least power of two not below value
+
+    // Of n >= 0.
+    __device__ __forceinline__ int divide(int n) const { return (multiply_high(n, multiplier) + n) >> shift; }
+};
+
+// The pages that hold a sequence's keys. A cache in one piece has a page of its own for each sequence.
+struct Pages {
+    const char* table;  // entries of this sequence, `step` bytes apart; null where its only page has its number
+    int64 step;
+    int sequence, count;  // count: of pages in the cache
+    Divisor size;         // keys of a page
+
+    // Page n of the sequence, as the table has it.
+    __device__ __forceinline__ int number(int n) const {
+        return table == nullptr ? sequence : load_global<int>(table + n * step);
+    }
+    __device__ __forceinline__ bool exists(int page) const {
+        return static_cast<uint32>(page) < static_cast<uint32>(count);
+    }
+};
+
+// Sequences whose keys lie in pages. A block owns a tile of one key head's packed rows, those of all heads of its
+// group, and one split of the keys that they see.
+struct Paged {
+    int sequence, key_head, split, tile;
+    int group;  // query heads of a key head
+
+    __device__ Paged(uint32 block, int first_sequence, int key_heads, int splits, int tiles, int group) : group(group) {
+        tile = uniform(block % tiles);
+        block /= tiles;
+        split = uniform(block % splits);
+        block /= splits;
+        key_head = uniform(block % key_heads);
+        sequence = uniform(first_sequence + block / key_heads);
+    }
+    __device__ __forceinline__ int query(int row) const { return query_of(row, group); }
+    __device__ __forceinline__ int head_of(int row) const { return key_head * group + row % group; }
+    // Address of a packed row of q or out.
+    __device__ __forceinline__ const char* row(const char* base, const Strides& strides, int row) const {
+        return base + strides.offset(0, sequence, head_of(row)) + query(row) * strides.row;
+    }
+};
+
 }  // namespace cuflash

@@ -74,6 +74,14 @@ __device__ __forceinline__ int atomic_add(char* address, int value) {
     return atomicAdd(reinterpret_cast<int*>(address), value);
 }
 
+// The same as a release and an acquire: what came before it, of this thread and of those it has waited for at a barrier
+// of the block, is there for whoever finds this addition made.
+__device__ __forceinline__ int atomic_add_acq_rel(char* address, int value) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+    return before;
+}
+
 // red: adds, by itself, in whatever order.
 __device__ __forceinline__ void add_global(char* address, float value) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
@@ -226,6 +234,8 @@ __device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b);
 __device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }
 __device__ __forceinline__ int maximum(int a, int b) { return max(a, b); }
 
+// The upper half of a product of 64 bits.
+__device__ __forceinline__ uint32 multiply_high(uint32 a, uint32 b) { return __umulhi(a, b); }
 __device__ __forceinline__ float absolute(float x) { return fabsf(x); }
 __device__ __forceinline__ double absolute(double x) { return fabs(x); }
 __device__ __forceinline__ int clamp(int x, int low, int high) { return min(max(x, low), high); }

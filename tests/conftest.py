@@ -70,9 +70,9 @@ def emulator():
 def engine(request):
     """Each engine: its name, with ``name`` and ``xp`` as attributes.
 
-    On a GPU `cuflash.forward` and `cuflash.backward` then run the portable engine, or, for "sm90", what the plan
-    chooses on Hopper: the sm90 engine for what it takes, not all that a test asks for. A module may also ask for
-    "emulated portable" and "emulated sm90": the kernels of either, run on NumPy arrays.
+    On a GPU the functions of cuflash then run the portable engine, or, for "sm90", what the plan chooses on Hopper: the
+    sm90 engine for what it takes, not all that a test asks for. A module may also ask for "emulated portable" and
+    "emulated sm90": the kernels of either, run on NumPy arrays.
     """
     name = request.param.removeprefix("emulated ")
     with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +84,7 @@ def engine(request):
             def emulated(function):
                 return lambda *arrays, **given: getattr(emulator.Emulator(engine=name), function)(*arrays, **given)
 
-            for function in ("forward", "backward"):
+            for function in ("forward", "backward", "decode"):
                 patch.setattr(cuflash, function, emulated(function))
             patch.setattr(testing, "_path", lambda path, array: path or f"portable {array.dtype.name}")
             yield Engine("emulated", np)
@@ -101,7 +101,7 @@ def engine(request):
 
                 return call
 
-            for function in ("forward", "backward"):
+            for function in ("forward", "backward", "decode"):
                 patch.setattr(cuflash, function, chosen(getattr(cuflash, function)))
             yield Engine(name, gpu)
 

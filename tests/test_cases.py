@@ -79,7 +79,6 @@ PENDING = {
     "varlen-wasted-tiles": "ragged batches",
     "i32-batch-stride-cache": "appending to a cache",
     "append-past-capacity": "appending to a cache",
-    "graph-max-seqlen-baked": "decode on a GPU",
 }
 
 UNTESTABLE = {
@@ -1214,6 +1213,24 @@ def test_kv_lengths_ignored():
             for x in changed:
                 x[b, :, length:] = 77
         same(decode(q, *changed, lengths=lengths, causal=causal), wanted)
+
+
+def test_graph_max_seqlen_baked(gpu):
+    """A graph captured with short sequences follows longer ones, to what the cache has room for."""
+    q, k, v = triple(gpu, 2, 2, 1, 64, keys=1000, dtype="float16")
+    lengths = gpu.asarray(np.array([64, 10], np.int32))
+    stream = gpu.cuda.Stream(non_blocking=True)
+    gpu.cuda.runtime.deviceSynchronize()
+    with stream:
+        cuflash.decode(q, k, v, lengths=lengths)
+        stream.begin_capture()
+        out = cuflash.decode(q, k, v, lengths=lengths)
+        graph = stream.end_capture()
+        lengths[...] = gpu.asarray(np.array([1000, 700], np.int32))
+        graph.launch(stream)
+    stream.synchronize()
+    wanted = bounds.decode(*(host(x) for x in (q, k, v)), lengths=np.array([1000, 700]), path="portable float16")
+    assert bounds.worst(out, wanted) <= 1
 
 
 # Streams and threads ---------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ PAIRS = sorted({(each.head_dim, each.value_dim) for each in _plan.variants(HOPPE
 
 def jobs():
     """Every variant on sm_90; elsewhere each dtype and pair of head dims with one mask, the masks taking turns, and
-    of backward each pair of head dims with one dtype."""
+    of backward and decode all head dims with one dtype."""
     yield from ((variant, 90) for variant in _plan.variants(HOPPER))
     others = [limits for capability, limits in _plan.KNOWN.items() if capability != (9, 0)]
     for (a, limits), (d, dtype), (p, pair) in product(enumerate(others), enumerate(ELEMENTS), enumerate(PAIRS)):
@@ -35,6 +35,8 @@ def jobs():
     for a, limits in enumerate(others):
         dtypes = [("float16", "bfloat16")[(a + p) % 2] for p in range(len(PAIRS))]
         chosen = [_plan.backward_variant(dtype, *pair, limits) for dtype, pair in zip(dtypes, PAIRS, strict=True)]
+        dims = [(dim, rows) for dim in _plan.DECODE_TILES for rows in (1, 17)]
+        chosen += {_plan.decode_variant(dtypes[0], dim, limits, rows): None for dim, rows in dims}
         for variant in (*chosen, _plan.rows_variant(dtypes[0]), _plan.finish_variant(dtypes[0])):
             yield variant, int("".join(map(str, limits.capability)))
 

@@ -1,123 +1,141 @@
-"""decode on the CPU engine: lengths, pages, and agreement with forward."""
+"""decode on every engine: the checks of `cuflash.testing` on drawn caches, and the edges written out."""
 
-import ml_dtypes
+from functools import partial
+
 import numpy as np
 import pytest
+from drawn import DTYPES, changed, draw
 
 import cuflash
-from cuflash import bounds, testing
+from cuflash import _plan, bounds, reference, testing
+from cuflash.testing import CacheRecipe
 
-DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
-
-
-def draw(*shapes, dtype="float32", seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes]
+ENGINES = ["numpy", "emulated portable", "portable"]
+pytestmark = pytest.mark.parametrize("engine", ENGINES, indirect=True, scope="module")
 
 
-def close(q, k, v, **keywords):
+@pytest.fixture
+def dtypes(engine):
+    """What the engine's decode takes."""
+    return list(DTYPES) if engine.name == "numpy" else ["float16", "bfloat16"]
+
+
+def path(engine, dtype):
+    return f"{'numpy' if engine.name == 'numpy' else 'portable'} {dtype}"
+
+
+def same(one, other):
+    return all(np.array_equal(reference.host(x), reference.host(y)) for x, y in zip(one, other, strict=True))
+
+
+def close(engine, q, k, v, **keywords):
     """Out and lse, after they have been found inside the bound."""
     results = cuflash.decode(q, k, v, return_lse=True, **keywords)
-    assert bounds.worst(results, bounds.decode(q, k, v, path=f"numpy {q.dtype.name}", **keywords)) <= 1
+    meant = {name: x for name, x in keywords.items() if name not in ("splits", "batch_invariant")}
+    assert bounds.worst(results, bounds.decode(q, k, v, path=path(engine, q.dtype.name), **meant)) <= 1
     return results
 
 
-def paged(cache, size, seed=0):
-    """Pages in random order, a page table, and NaN in a page that belongs to none."""
-    sequences, heads, capacity, dim = cache.shape
-    count = -(-capacity // size)
-    table = np.random.default_rng(seed).permutation(sequences * count + 1)[: sequences * count]
-    pages = np.full((sequences * count + 1, heads, size, dim), np.nan, cache.dtype)
-    for n, page in enumerate(table):
-        b, start = n // count, n % count * size
-        part = cache[b, :, start : start + size]
-        pages[page, :, : part.shape[1]] = part
-    return pages, table.reshape(sequences, count).astype(np.int32)
+def hold(engine, check, recipe):
+    check(cuflash.decode, recipe, engine.xp, path(engine, recipe.dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("check", testing.decode_checks, ids=lambda check: check.__name__)
+def test_property(engine, check, dtypes):
+    size = {
+        "numpy": {"examples": 60, "max_length": 130, "max_head_dim": 130},
+        "emulated": {"examples": 8, "max_length": 130, "max_head_dim": 64},  # test_emulated.py draws more
+    }.get(engine.name, {"examples": 150, "max_length": 600})
+    testing.fuzz(check, cuflash.decode, xp=engine.xp, dtypes=dtypes, **size)
+
+
+# Sequences and pages ----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("queries", [1, 3, 17])
 @pytest.mark.parametrize(
     "keywords", [{}, {"causal": False}, {"window": (7, None)}, {"causal": "top-left"}, {"scale": -0.5}]
 )
-def test_every_sequence_has_its_length(queries, keywords, dtype):
-    q, k, v = draw((5, 6, queries, 16), (5, 2, 130, 16), (5, 2, 130, 24), dtype=dtype)
-    lengths = np.array([0, 1, 33, 129, 130])
-    out, lse = close(q, k, v, lengths=lengths, **keywords)
-    for b, length in enumerate(lengths):  # a sequence alone is forward on its keys
-        alone = {"causal": True} | keywords
-        one = q[b], k[b, :, :length], v[b, :, :length]
-        expected = cuflash.forward(*one, return_lse=True, **alone)
-        testing.assert_attention_close((out[b], lse[b]), *one, **alone)
-        assert np.array_equal(out[b], expected[0]) and np.array_equal(lse[b], expected[1])
-    assert not out[0].any() and (lse[0] == -np.inf).all()
+def test_every_sequence_has_its_length(engine, queries, keywords, dtypes):
+    lengths = [0, 1, 33, 129, 130]
+    for dtype in dtypes:
+        q, k, v = draw(engine, (5, 6, queries, 16), (5, 2, 130, 16), (5, 2, 130, 24), dtype=dtype)
+        out, lse = close(engine, q, k, v, lengths=engine.xp.asarray(lengths), **keywords)
+        assert not reference.host(out[0]).any() and (reference.host(lse[0]) == -np.inf).all()
+        for b, length in enumerate(lengths if engine.name == "numpy" else ()):
+            alone = {"causal": True} | keywords  # is forward on its keys
+            one = q[b], k[b, :, :length], v[b, :, :length]
+            assert same((out[b], lse[b]), cuflash.forward(*one, return_lse=True, **alone))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_last_rows_of_forward(dtype):
-    q, k, v = draw((2, 4, 70, 16), (2, 2, 70, 16), (2, 2, 70, 16), dtype=dtype)
-    out, lse = close(q[..., -5:, :], k, v)
-    whole = cuflash.forward(q, k, v, causal=True, return_lse=True)
-    for b in range(2):
-        testing.assert_attention_close((out[b], lse[b]), q[b], k[b], v[b], rows=np.arange(65, 70), causal=True)
-        rows = whole[0][b, :, 65:], whole[1][b, :, 65:]
-        testing.assert_attention_close(rows, q[b], k[b], v[b], rows=np.arange(65, 70), causal=True)
+def test_last_rows_of_forward(engine, dtypes):
+    for dtype in dtypes:
+        q, k, v = draw(engine, (2, 4, 70, 16), (2, 2, 70, 16), (2, 2, 70, 16), dtype=dtype)
+        rows = np.arange(65, 70)
+        out, lse = close(engine, q[:, :, 65:], k, v)
+        whole = cuflash.forward(q, k, v, causal=True, return_lse=True)
+        for results in ((out, lse), (whole[0][:, :, 65:], whole[1][:, :, 65:])):
+            testing.assert_attention_close(results, q, k, v, rows=rows, causal=True, path=path(engine, dtype))
 
 
 @pytest.mark.parametrize("size", [1, 16, 48, 200])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pages_are_one_cache(dtype, size):
-    q, k, v = draw((4, 6, 2, 16), (4, 2, 130, 16), (4, 2, 130, 24), dtype=dtype)
-    lengths = np.array([130, 0, 97, 5], np.int32)
-    (k_pages, table), (v_pages, _) = paged(k, size), paged(v, size)
-    out, lse = close(q, k_pages, v_pages, lengths=lengths, page_table=table)
-    expected = cuflash.decode(q, k, v, lengths=lengths, return_lse=True)
-    assert np.array_equal(out, expected[0]) and np.array_equal(lse, expected[1])
-    for b, length in enumerate(lengths):  # beyond a length the table may hold anything
-        table[b, -(-length // size) :] = -7
-    assert np.array_equal(cuflash.decode(q, k_pages, v_pages, lengths=lengths, page_table=table), out)
+@pytest.mark.parametrize("queries", [1, 2, 20])
+def test_pages_are_one_cache(engine, dtypes, size, queries):
+    for dtype in dtypes:
+        recipe = CacheRecipe(
+            lengths=(130, 0, 97, 5), page_size=size, heads=6, key_heads=2, queries=queries, head_dim=16, value_dim=24,
+            dtype=dtype, splits=3,
+        )  # fmt: skip
+        hold(engine, testing.check_decode_bound, recipe)
+        hold(engine, testing.check_decode_placement, recipe)
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, 1e4])
-def test_beyond_a_length_a_cache_may_hold_anything(garbage):
-    q, k, v = draw((3, 2, 1, 16), (3, 2, 64, 16), (3, 2, 64, 16), dtype="float16")
-    lengths = np.array([1, 40, 63])
-    before = close(q, k, v, lengths=lengths)
+def test_beyond_a_length_a_cache_may_hold_anything(engine, garbage):
+    q, k, v = draw(engine, (3, 2, 1, 16), (3, 2, 64, 16), (3, 2, 64, 16), dtype="float16")
+    lengths = [1, 40, 63]
+    before = close(engine, q, k, v, lengths=engine.xp.asarray(lengths))
     for b, length in enumerate(lengths):
-        k[b, :, length:] = v[b, :, length:] = garbage
-    after = cuflash.decode(q, k, v, lengths=lengths, return_lse=True)
-    assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
+        k, v = (changed(engine, x, (b, slice(None), slice(length, None)), garbage) for x in (k, v))
+    assert same(before, cuflash.decode(q, k, v, lengths=engine.xp.asarray(lengths), return_lse=True))
 
 
-def test_nothing():
+def test_nothing(engine):
     for shape, cache in (((0, 2, 1, 8), (0, 2, 5, 8)), ((2, 0, 1, 8), (2, 2, 5, 8)), ((2, 2, 0, 8), (2, 2, 5, 8)),
                          ((2, 2, 1, 8), (2, 2, 0, 8))):  # fmt: skip
-        q, k, v = draw(shape, cache, cache)
-        out, lse = close(q, k, v)
-        assert out.shape == shape and not out.any() and (lse == -np.inf).all()
+        out, lse = close(engine, *draw(engine, shape, cache, cache, dtype="float16"))
+        assert out.shape == shape and not reference.host(out).any() and (reference.host(lse) == -np.inf).all()
+    q, k, v = draw(engine, (2, 2, 1, 8), (2, 2, 5, 8), (2, 2, 5, 0), dtype="float16")
+    assert close(engine, q, k, v)[0].shape == (2, 2, 1, 0)
 
 
-def test_results():
-    q, k, v = draw((2, 1, 4, 16), (2, 60, 2, 16), (2, 60, 2, 16), dtype="float16")
+def test_results(engine):
+    q, k, v = draw(engine, (2, 1, 4, 16), (2, 60, 2, 16), (2, 60, 2, 16), dtype="float16")
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    out, lse = close(q, k, v)
+    out, lse = close(engine, q, k, v)
     assert out.swapaxes(1, 2).flags.c_contiguous and lse.dtype == np.float32
-    target = np.zeros((2, 4, 1, 32), np.float16)[..., ::2]
-    assert cuflash.decode(q, k, v, out=target) is target and np.array_equal(target, out)
+    assert same([cuflash.decode(q, k, v)], [out])  # lse asked for or not
+    target = engine.xp.zeros((2, 4, 1, 32), np.float16)[..., ::2]
+    assert cuflash.decode(q, k, v, out=target) is target and same([target], [out])
 
 
-def test_wrong_arguments():
-    q, k, v = draw((2, 4, 1, 8), (2, 2, 32, 8), (2, 2, 32, 8))
-    table = np.zeros((2, 3), np.int32)
+def test_wrong_arguments(engine):
+    q, k, v = draw(engine, (2, 4, 1, 8), (2, 2, 32, 8), (2, 2, 32, 8), dtype="float16")
+    table = engine.xp.zeros((2, 3), np.int32)
+    array = engine.xp.asarray
+    values = [
+        ({"lengths": array([1, 33])}, ValueError, r"lengths\[1\] is 33"),
+        ({"lengths": array([-1, 3])}, ValueError, r"lengths\[0\] is -1"),
+        ({"page_table": table + 2, "lengths": array([0, 33])}, ValueError, r"page_table\[1, 0\] is 2"),
+    ]
     for keywords, error, words in (
-        ({"lengths": np.array([1, 33])}, ValueError, r"lengths\[1\] is 33"),
-        ({"lengths": np.array([-1, 3])}, ValueError, r"lengths\[0\] is -1"),
-        ({"lengths": np.array([1, 2, 3])}, ValueError, "lengths has shape"),
-        ({"lengths": np.array([1.0, 2.0])}, TypeError, "lengths has dtype"),
+        *(values if engine.name == "numpy" else ()),  # those of a GPU's arrays are not read
+        ({"lengths": array([1, 2, 3])}, ValueError, "lengths has shape"),
+        ({"lengths": array([1.0, 2.0])}, TypeError, "lengths has dtype"),
         ({"page_table": table}, ValueError, "lengths is None"),
-        ({"page_table": table[0], "lengths": np.array([1, 2])}, ValueError, "page_table has shape"),
-        ({"page_table": table + 2, "lengths": np.array([0, 33])}, ValueError, r"page_table\[1, 0\] is 2"),
+        ({"page_table": table[0], "lengths": array([1, 2])}, ValueError, "page_table has shape"),
         ({"out": q}, ValueError, "out shares memory with q"),
+        ({"splits": 0}, ValueError, "splits is 0"),
     ):
         with pytest.raises(error, match=words):
             cuflash.decode(q, k, v, **keywords)
@@ -125,8 +143,109 @@ def test_wrong_arguments():
         cuflash.decode(q, k[0], v[0])
 
 
-def test_cupy_arrays_are_refused(engine):
+# Splits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 63, 10**6])
+def test_no_key_is_lost_between_splits(engine, splits):
+    """One after the other, each key of some is the only one that weighs."""
+    for length in (17, 64, 65, 128, 250):
+        q, k, v = draw(engine, (1, 1, 1, 32), (1, 1, 250, 32), (1, 1, 250, 32), dtype="float16")
+        for j in {0, 15, 16, length // 2, length - 17, length - 1}:
+            keys = changed(engine, k, (0, 0, j), np.sign(reference.host(q)[0, 0, 0]) * 8)
+            out, _ = close(engine, q, keys, v, lengths=engine.xp.asarray([length]), splits=splits)
+            assert np.abs(reference.double(out)[0, 0, 0] - reference.double(v)[0, 0, j]).max() < 0.2
+
+
+def test_batch_invariance(engine):
+    """Lengths of several splits at fixed multiples of keys; capacity and neighbours change no bit."""
+    recipe = CacheRecipe(
+        lengths=(2500, 1024, 1025, 0, 40), page_size=64, heads=4, key_heads=2, head_dim=32, value_dim=32, spare=300,
+        batch_invariant=True,
+    )  # fmt: skip
+    hold(engine, testing.check_decode_bound, recipe)
+    hold(engine, testing.check_decode_one_by_one, recipe)
+    hold(engine, testing.check_decode_placement, recipe)
+
+
+def test_several_launches(engine, monkeypatch):
+    """Where a grid cannot hold all blocks."""
+    monkeypatch.setattr(_plan, "LARGEST_GRID", 20)
+    recipe = CacheRecipe(
+        lengths=(90, 0, 130, 65, 1), page_size=7, heads=6, key_heads=2, queries=6, head_dim=24, value_dim=16, splits=3
+    )
+    hold(engine, testing.check_decode_bound, recipe)
+    hold(engine, testing.check_decode_placement, recipe)
+
+
+@pytest.mark.parametrize("head_dim, value_dim", [(1, 1), (33, 32), (64, 64), (72, 96), (128, 128), (192, 150),
+                                                 (256, 256), (40, 200)])  # fmt: skip
+def test_head_dims(engine, head_dim, value_dim):
+    for changes in (
+        {}, {"queries": 3, "window": (40, 20)}, {"page_size": 16, "k": "offset"}, {"queries": 12, "window": (40, None)},
+    ):  # fmt: skip
+        recipe = CacheRecipe(
+            lengths=(300, 77), heads=6, key_heads=2, head_dim=head_dim, value_dim=value_dim, splits=3, seed=head_dim
+        )
+        hold(engine, testing.check_decode_bound, testing.replace(recipe, **changes))
+
+
+@pytest.mark.parametrize("queries", [1, 4, 20])
+def test_hidden_keys(engine, queries):
+    for changes in ({}, {"causal": "top-left"}, {"causal": False, "window": (9, 9)}, {"window": (3, None)}):
+        for seed in range(3):
+            recipe = CacheRecipe(
+                lengths=(200, 3, 33), heads=4, key_heads=2, queries=queries, head_dim=32, value_dim=32, splits=3,
+                seed=seed, page_size=16,
+            )  # fmt: skip
+            hold(engine, testing.check_decode_hidden_keys, testing.replace(recipe, **changes))
+
+
+def test_huge_scores(engine):
+    """Scores of which a float32 holds no fraction."""
+    q, k, v = draw(engine, (2, 2, 1, 32), (2, 2, 100, 32), (2, 2, 100, 32), dtype="bfloat16")
+    close(engine, q, k, v, scale=1e8, splits=2)
+
+
+def test_a_visible_nan_is_seen(engine):
+    q, k, v = draw(engine, (1, 4, 1, 32), (1, 2, 300, 32), (1, 2, 300, 32), dtype="float16")
+    v = changed(engine, v, (0, 0, 200, 5), np.nan)
+    k = changed(engine, k, (0, 1, 100, 0), np.nan)
+    out, lse = (reference.double(x) for x in close(engine, q, k, v, splits=4))
+    assert np.isnan(out[0, :2, 0]).sum() == 2 and np.isnan(out[0, 2:]).all() and np.isnan(lse[0, 2:]).all()
+
+
+# What the host does not look at ------------------------------------------------------------------------------------
+
+
+def test_lengths_outside_the_cache_are_brought_inside(engine):
     if engine.name == "numpy":
-        pytest.skip("runs on NumPy arrays")
-    with pytest.raises(NotImplementedError, match="decode: has no GPU kernel yet"):
-        cuflash.decode(*(engine.xp.asarray(x) for x in draw((2, 4, 1, 8), (2, 2, 32, 8), (2, 2, 32, 8))))
+        pytest.skip("an error there")
+    q, k, v = draw(engine, (4, 2, 1, 32), (4, 2, 50, 32), (4, 2, 50, 32), dtype="float16")
+    wanted = close(engine, q, k, v, lengths=engine.xp.asarray([50, 0, 50, 7]))
+    for kind, lengths in ((np.int32, [51, -1, 2**31 - 1, 7]), (np.int64, [2**40, -(2**40), 2**32 + 50, 7])):
+        lengths = engine.xp.asarray(np.array(lengths, kind))
+        assert same(cuflash.decode(q, k, v, lengths=lengths, return_lse=True), wanted)
+
+
+@pytest.mark.parametrize("page", [-1, 4, 2**31 - 1, -(2**31)])
+def test_a_page_that_does_not_exist_makes_nan(engine, page):
+    if engine.name == "numpy":
+        pytest.skip("an error there")
+    q, k, v = draw(engine, (3, 2, 1, 32), (4, 2, 16, 32), (4, 2, 16, 32), dtype="float16")
+    table = np.array([[0, 1, 2], [1, page, 3], [2, 1, page]], np.int32)
+    lengths = np.array([40, 40, 32])
+    call = partial(cuflash.decode, q, k, v, lengths=engine.xp.asarray(lengths), return_lse=True)
+    for splits in (1, 2, 3):
+        out, lse = (reference.double(x) for x in call(page_table=engine.xp.asarray(table), splits=splits))
+        assert np.isnan(out[1]).all() and np.isnan(lse[1]).all() and np.isfinite(out[[0, 2]]).all()
+    none = cuflash.decode(q, k[:0], v[:0], lengths=engine.xp.asarray(lengths), page_table=engine.xp.asarray(table))
+    assert np.isnan(reference.double(none)).all()
+
+
+def test_other_dtypes_are_refused(engine):
+    if engine.name == "numpy":
+        pytest.skip("runs there")
+    q, k, v = draw(engine, (2, 4, 1, 8), (2, 2, 32, 8), (2, 2, 32, 8))
+    with pytest.raises(NotImplementedError, match="decode: has no GPU kernel for float32 yet"):
+        cuflash.decode(q, k, v)

@@ -19,10 +19,13 @@ WIDE = {  # head_dim and value_dim: kernels with one stage, and with two sizes t
     "float64": (150, 192),
 }
 GRADIENTS = ((40, 100), (128, 128), (192, 130), (256, 256))  # the same of backward's kernels with other tiles
+DECODE = ((128, 128), (96, 96), (192, 180), (256, 256), (64, 256), (40, 100))
 CASES = [  # check, dtype, dims, engine, examples: more than 300 for each kernel file
     *((check.__name__, dtype, None, "portable", 16) for check in testing.forward_checks for dtype in DTYPES),
     *(("check_bound", dtype, dims, "portable", 6) for dtype, dims in WIDE.items()),
     *((check.__name__, dtype, None, "sm90", 15) for check in testing.forward_checks for dtype in DTYPES[:2]),
+    *((check.__name__, dtype, None, "portable", 50) for check in testing.decode_checks for dtype in DTYPES[:2]),
+    *(("check_decode_bound", DTYPES[n % 2], dims, "portable", 4) for n, dims in enumerate(DECODE)),
     *(("check_bound", "bfloat16", dims, "sm90", 3) for dims in ((100, 40), (128, 128), (180, 128), (256, 256))),
     *(
         case

@@ -321,6 +321,161 @@ def test_memory_of_backward():
     assert peak - sum(grad.nbytes for grad in grads) <= 1.2 * 2 * q.nbytes
 
 
+# Decode -----------------------------------------------------------------------------------------------------------
+
+
+def cache(lengths=(3000, 17, 0, 1500), **changes):
+    sizes = {"page_size": 16, "heads": 8, "key_heads": 2, "head_dim": 64, "value_dim": 64}
+    return testing.CacheRecipe(lengths=lengths, spare=100, **(sizes | changes))
+
+
+def decoded(problem, arrays, **keywords):
+    q, k, v, tables = arrays
+    return cuflash.decode(q, k, v, return_lse=True, **(tables | problem.keywords | problem.splitting | keywords))
+
+
+def assert_decoded(problem, results, lengths=None):
+    values = problem.values()
+    lengths = np.array(problem.lengths if lengths is None else lengths)
+    path = f"portable {problem.dtype}"
+    exact = bounds.decode(*values, path=path, lengths=lengths, **problem.keywords)
+    assert bounds.worst(results, exact) <= 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"page_size": None}, {"queries": 3, "splits": 7}, {"batch_invariant": True}])
+def test_decode_in_a_graph_follows_lengths_and_pages(changes):
+    """Both are read anew at each replay, and counters are as the launch before has left them."""
+    problem = cache(lengths=(3000, 3000, 3000, 3000), dtype="bfloat16", **changes)
+    arrays = problem.arrays(cupy)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        decoded(problem, arrays)
+        stream.begin_capture()
+        results = decoded(problem, arrays)
+        graph = stream.end_capture()
+        for lengths in ((3000, 1, 0, 2999), (5, 700, 3000, 16), (0, 0, 0, 0)):
+            arrays[3]["lengths"][...] = cupy.asarray(np.array(lengths, np.int32))
+            if "page_table" in arrays[3] and lengths[0] == 5:  # all pages elsewhere
+                order = cupy.asarray(np.random.default_rng(1).permutation(len(arrays[1])))
+                arrays[1][...], arrays[2][...] = arrays[1][order], arrays[2][order]
+                arrays[3]["page_table"][...] = cupy.argsort(order)[arrays[3]["page_table"]]
+            for x in results:
+                x[...] = cupy.full_like(x, np.nan)
+            for _ in range(3):
+                graph.launch(stream)
+            stream.synchronize()
+            assert_decoded(problem, results, lengths)
+
+
+def test_decode_on_several_streams_and_threads(spin):
+    problem = cache(splits=20)
+    arrays = problem.arrays(cupy)
+    expected = decoded(problem, arrays)
+    cupy.cuda.Device().synchronize()
+    results = [[] for _ in range(4)]
+
+    def work(n):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            if n % 2:
+                spin()
+            for _ in range(30):
+                results[n].append(decoded(problem, arrays))
+            stream.synchronize()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for each in results:
+        for result in each:
+            assert_same(result, expected)
+    assert_decoded(problem, expected)
+
+
+def test_decode_returns_before_the_gpu_is_done(spin):
+    problem = cache(integers="int64", k="strided", q="offset")  # with copies of all kinds
+    arrays = problem.arrays(cupy)
+    stream, event = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event()
+    cupy.cuda.Device().synchronize()
+    with stream:
+        expected = decoded(problem, arrays)
+        stream.synchronize()
+        spin()
+        event.record()
+        results = decoded(problem, arrays)
+        finished = event.done
+    stream.synchronize()
+    assert not finished
+    assert_same(results, expected)
+    assert_decoded(problem, results)
+
+
+def test_decode_of_more_than_65536_sequences():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((70_000, 1, n, 16)).astype(np.float16) for n in (1, 40, 40))
+    lengths = rng.integers(0, 41, 70_000)
+    for keywords in ({}, {"splits": 3}):
+        given = (cupy.asarray(x) for x in (q, k, v))
+        out, lse = cuflash.decode(*given, lengths=cupy.asarray(lengths), return_lse=True, **keywords)
+        for part in (slice(0, 50), slice(65_510, 65_560), slice(-50, None)):
+            exact = bounds.decode(q[part], k[part], v[part], path="portable float16", lengths=lengths[part])
+            assert bounds.worst((out[part], lse[part]), exact) <= 1
+
+
+def test_pages_beyond_32_bits():
+    """Pages whose offset passes 2^31 elements, and bytes."""
+    free = cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
+    if free < 20 * 2**30:
+        pytest.skip(f"{free >> 30} GB free; wanted 20")
+    problem = cache(lengths=(300, 40))
+    near = problem.arrays(cupy)
+    expected = decoded(problem, near)
+    size = near[1][0].size
+    pages = (2**31 + 2**24) // size
+    places = cupy.asarray(np.linspace(pages // 8, pages - 1, len(near[1])).astype(np.int64))
+    far = []
+    for x in near[1:3]:
+        far.append(cupy.empty((pages, *x.shape[1:]), x.dtype))
+        far[-1][places] = x
+    table = near[3]["page_table"].copy()
+    count = len(places)
+    for b, length in enumerate(problem.lengths):
+        used = -(-length // problem.page_size)
+        assert int(table[b, :used].max()) < count
+        table[b, :used] = places[table[b, :used]].astype(np.int32)
+    arrays = near[0], *far, near[3] | {"page_table": table}
+    assert_same(decoded(problem, arrays), expected)
+    del far, arrays
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.parametrize("batch, key_heads, length", [(1, 8, 70_000), (64, 8, 2000), (3, 32, 5000)])
+def test_decode_of_long_caches(batch, key_heads, length):
+    """Splits as the plan has them; lengths that differ."""
+    lengths = tuple(int(n) for n in np.random.default_rng(0).integers(1, length, batch - 1)) + (length,)
+    problem = cache(lengths=lengths, heads=32, key_heads=key_heads, head_dim=128, value_dim=128, dtype="bfloat16")
+    arrays = problem.arrays(cupy)
+    results = decoded(problem, arrays)
+    assert_same(results, decoded(problem, arrays))
+    q, k, v = problem.values()
+    for b in {0, batch - 1}:
+        one = q[b : b + 1], k[b : b + 1], v[b : b + 1]
+        exact = bounds.decode(*one, path="portable bfloat16", lengths=np.array(lengths[b : b + 1]))
+        assert bounds.worst([x[b : b + 1] for x in results], exact) <= 1
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "pages"])
+def test_prepared_decode_takes_other_arrays(kind):
+    problem = cache(page_size=16 if kind == "pages" else None)
+    for seed in range(3):
+        other = replace(problem, seed=seed)
+        before = len(_launch._calls)
+        assert_decoded(other, decoded(other, other.arrays(cupy)))
+        assert seed == 0 or len(_launch._calls) == before
+
+
 # Head dims and what is not finite ---------------------------------------------------------------------------------
 
 

@@ -402,6 +402,37 @@ def test_prepared_calls_are_bounded():
             assert len(_launch._calls) <= 4
 
 
+def test_counters_belong_to_a_stream_or_a_graph(monkeypatch):
+    stream = SimpleNamespace(ptr=0, capturing=False, waited=0)
+    stream.is_capturing = lambda: stream.capturing
+    stream.synchronize = lambda: setattr(stream, "waited", stream.waited + 1)
+    cuda = SimpleNamespace(**vars(PRETENDED.cuda) | {"get_current_stream": lambda: stream})
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(**vars(PRETENDED) | {"cuda": cuda}))
+    for name, empty in (("_counters", {}), ("_spare_zeros", {}), ("_kept", [])):
+        monkeypatch.setattr(_launch, name, empty)
+    backend, taken = _launch._CuPy(), []
+
+    def counters(count, ptr=0, capturing=False):
+        stream.ptr, stream.capturing = ptr, capturing
+        address = backend.counters(0, count)
+        assert not memory(address, (count,), (4,), np.dtype(np.int32)).any() and address % 4 == 0
+        taken.append((address, address + 4 * count))
+        return address
+
+    first = counters(40)
+    assert counters(1) == counters(40) == first, "fewer, or as many, are the same ones"
+    assert counters(41) == counters(33) == taken[-1][0]
+    alone = {first, counters(1000), counters(1, ptr=7), counters(7, capturing=True), counters(7, capturing=True)}
+    assert len(alone) == 5 and stream.waited == 1
+    counters(2**20)  # more than were made at once
+    assert stream.waited == 2
+    counters(2**23, capturing=True)  # more than are left while nothing can be waited for: the graph clears its own
+    assert stream.waited == 2
+    distinct = sorted(set(taken))
+    regions = {a: max(end for b, end in distinct if b == a) for a, _ in distinct}
+    assert all(regions[a] <= b for a, b in zip(sorted(regions), sorted(regions)[1:], strict=False)), "two overlap"
+
+
 def test_a_gpu_before_sm_80_is_refused():
     runtime = SimpleNamespace(
         deviceGetAttribute=lambda *_: 0, cudaDevAttrMaxSharedMemoryPerBlockOptin=0, cudaDevAttrMultiProcessorCount=0
@@ -663,6 +694,13 @@ DECODE = [
         "page_table has dtype float64; wanted integers",
     ),
     (CACHED, words(lengths=LENGTHS.astype(np.float32)), TypeError, "lengths has dtype float32; wanted integers"),
+    (CACHED, words(splits=0), ValueError, "splits is 0; wanted 1 or more"),
+    (CACHED, words(splits=True), TypeError, "splits is True; wanted an integer or None"),
+    (CACHED, words(splits=2.0), TypeError, "splits is 2.0; wanted an integer or None"),
+    (
+        [Q, CACHE, CACHE], words(page_table=np.broadcast_to(TABLE[:, :1], (3, 2 * 10**8)), lengths=LENGTHS), ValueError,
+        "page_table has room for 1200000000 keys a sequence; wanted at most 1000000000",
+    ),
     (CACHED, words(lengths=LENGTHS > 0), TypeError, "lengths has dtype bool; wanted integers"),
     (CACHED, words(lengths=[1, 2, 3]), TypeError, f"lengths is a list; wanted {ANY}"),
     (CACHED, words(lengths=LENGTHS[:2]), ValueError, "lengths has shape (2,); wanted (3,)"),
@@ -767,7 +805,7 @@ def test_an_empty_out_is_legal(shape):
     "function, count, sentence",
     [
         ("backward", 6, "has no GPU kernel for float32 yet; wanted float16 or bfloat16, or NumPy arrays"),
-        ("decode", 3, "has no GPU kernel yet; wanted NumPy arrays, such as those of cupy.asnumpy"),
+        ("decode", 3, "has no GPU kernel for float32 yet; wanted float16 or bfloat16, or NumPy arrays"),
     ],
 )
 def test_no_gpu_kernel_yet(function, count, sentence):
@@ -943,6 +981,114 @@ def test_variants_fit_the_device_and_are_few(limits):
 def test_as_many_blocks_fit_a_multiprocessor_as_the_registers_leave_room_for(capability, shared):
     for each in _plan.variants(_plan.KNOWN[capability]):
         assert each.blocks_per_sm * (each.shared_bytes + 1024) <= shared * 1024  # the system keeps 1 KB a block
+
+
+def planned_problem(recipe):
+    """The problem of a `testing.CacheRecipe`, were its arrays on a GPU."""
+    q, k, v, tables = recipe.arrays()
+    given = {"lengths": None, "page_table": None, "return_lse": True, "out": None, "engine": None}
+    problem = _problem.decode(q, k, v, **(given | tables | recipe.keywords | recipe.splitting))
+    return replace(problem, library="cupy", device=0)
+
+
+@pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
+@settings(max_examples=200)
+@given(testing.caches())
+def test_every_plan_of_decode_asks_for_a_listed_variant(limits, recipe):
+    problem = planned_problem(recipe)
+    plan = _plan.plan(problem, limits)
+    assert plan.engine == "portable" and len(plan.steps) <= 1
+    assert bool(plan.steps) == bool(recipe.lengths and recipe.queries)
+    for step in plan.steps:
+        assert step.variant in _plan.variants(limits)
+        assert step.variant.head_dim >= recipe.head_dim and step.variant.value_dim >= recipe.value_dim
+        several = step.args["splits"] > 1
+        assert [buffer.name for buffer in plan.buffers] == ["out", "lse", *["parts", "arrived"] * several]
+        assert {buffer.name for buffer in plan.buffers if buffer.zeroed} == {*["arrived"] * several}
+    assert _plan.plan(replace(problem, engine="portable"), limits).reason == "asked for"
+    with pytest.raises(ValueError, match="engine is 'sm90', but"):
+        _plan.plan(replace(problem, engine="sm90"), limits)
+
+
+def shares(args, tile_k, length, first_key=0):
+    """Runs of keys of the splits that take part, as the kernel shares them out."""
+    first_tile = first_key // tile_k
+    if first_key >= length:
+        return [(length, length)]
+    tiles = (length - 1) // tile_k + 1 - first_tile
+    share = max(-(-tiles // args["splits"]), args["fewest"])
+    used = max(-(-tiles // share), 1)
+    ends = [min((split + 1) * share, tiles) for split in range(used)]
+    return [
+        (max((first_tile + start) * tile_k, first_key), min((first_tile + end) * tile_k, length))
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(1, 10**6), st.sampled_from((None, 1, 2, 3, 7, 64, 10**6)), st.booleans(), st.integers(1, 70),
+    st.sampled_from((32, 64, 128)), st.integers(0, 10**6), st.integers(0, 10**6),
+)  # fmt: skip
+def test_splits_share_each_key_once(capacity, splits, batch_invariant, sequences, head_dim, length, first_key):
+    q = np.zeros((sequences, 8, 1, head_dim), np.float16)
+    k = np.broadcast_to(q[:1, :2], (sequences, 2, capacity, head_dim))
+    problem = _problem.decode(
+        q, k, k, lengths=None, page_table=None, scale=None, causal=True, window=None, splits=splits,
+        batch_invariant=batch_invariant, return_lse=False, out=None, engine=None,
+    )  # fmt: skip
+    (step,) = _plan.plan(replace(problem, library="cupy", device=0), HOPPER).steps
+    args, tile_k = step.args, step.variant.tile_k
+    assert step.grid == sequences * 2 * args["splits"] and (splits is None or args["splits"] <= splits)
+    for keys in {length % (capacity + 1), capacity, 0, 1}:
+        first = first_key % (keys + 1)
+        runs = shares(args, tile_k, keys, first)
+        assert len(runs) <= args["splits"], "a share has no block"
+        assert runs[0][0] == first and runs[-1][1] == keys
+        assert [start for start, _ in runs[1:]] == [end for _, end in runs[:-1]]
+        assert all(start % tile_k == 0 for start, _ in runs[1:]), "a tile is shared"
+        if batch_invariant and splits is None and not first:
+            assert all(end - start == 1024 for start, end in runs[:-1]) and runs[-1][1] - runs[-1][0] <= 1024
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 48, 255, 256, 257, 1000, 2**29 + 1, 10**9])
+def test_pages_are_found_without_division(size):
+    pages = 10**9 // size
+    problem = planned_problem(testing.CacheRecipe())
+    places = replace(problem.k, shape=(pages, 1, size, 8))
+    (step,) = _plan.plan(replace(problem, keys=pages * size, k=places, v=places), HOPPER).steps
+    multiplier, shift = step.args["page_multiplier"], step.args["page_shift"]
+    edges = [n * size + d for n in (0, 1, 2, pages // 2, pages - 1, pages) for d in (-1, 0, 1)]
+    for n in [n for n in (*edges, *np.random.default_rng(0).integers(0, 10**9, 1000).tolist()) if 0 <= n <= 10**9]:
+        assert ((n * multiplier >> 32) + n) >> shift == n // size
+
+
+def test_a_window_needs_few_splits():
+    problem = planned_problem(testing.CacheRecipe())
+    long = replace(problem, keys=10**6, k=replace(problem.k, shape=(1, 1, 10**6, 8)))
+    for window, most in (((1000, None), 1000), ((0, 0), 1), (None, 10**6)):
+        (step,) = _plan.plan(replace(long, window=window, splits=10**6), HOPPER).steps
+        assert most <= step.args["splits"] * step.variant.tile_k <= most + 2 * step.variant.tile_k + 16
+
+
+@pytest.mark.parametrize("largest_grid", [2**31 - 1, 40])
+def test_more_blocks_of_decode_than_a_grid_holds_are_several_launches(monkeypatch, largest_grid):
+    monkeypatch.setattr(_plan, "LARGEST_GRID", largest_grid)
+    sequences = 2**31 - 1 if largest_grid > 40 else 33
+    problem = planned_problem(testing.CacheRecipe(lengths=(200, 200), heads=8, key_heads=2, queries=3, splits=2))
+    batch = {name: replace(x, shape=(sequences, *x.shape[1:]), strides=(0, *x.strides[1:])) for name, x in (
+        ("q", problem.q), ("k", problem.k), ("v", problem.v))}  # fmt: skip
+    steps = _plan.plan(replace(problem, batch=(sequences,), **batch), HOPPER).steps
+    blocks = 2 * steps[0].args["tiles"] * steps[0].args["splits"]
+    assert sum(step.grid for step in steps) == sequences * blocks
+    assert max(step.grid for step in steps) <= largest_grid and len(steps) > 1
+    first = 0
+    for step in steps:
+        assert step.args["first_sequence"] == first
+        first += step.grid // blocks
+    monkeypatch.setattr(_plan, "LARGEST_GRID", 3)
+    with pytest.raises(ValueError, match="decode: a sequence has 12 rows, 4 blocks; wanted at most 3 of each"):
+        _plan.plan(problem, HOPPER)
 
 
 @pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
@@ -1404,6 +1550,7 @@ EXAMPLES = [_plan.forward_variant(dtype, mask, 64, 64, HOPPER) for dtype in DTYP
 EXAMPLES += [_plan.hopper_variant("float16", mask, 64, 64) for mask in _masks.MASKS]
 EXAMPLES += [_plan.backward_variant("float16", 64, 64, HOPPER), _plan.hopper_backward_variant("float16", 64)]
 EXAMPLES += [_plan.rows_variant("float16"), _plan.finish_variant("float16")]
+EXAMPLES += [_plan.decode_variant("float16", 64, HOPPER)]
 EXAMPLES = list(dict.fromkeys(EXAMPLES))  # float32 and float64 have one kernel for all masks
 
 
@@ -1465,7 +1612,7 @@ def test_args_lie_where_the_struct_puts_them(kernel):
     """The layout of C, computed from the struct's declaration."""
     file, args = _variant.KERNELS[kernel]
     sizes = {"const char*": 8, "char*": 8, "int64": 8, "int": 4, "float": 4, "double": 8, "Strides": 32, "Schedule": 16}
-    sizes["TensorMap"] = 128
+    sizes |= {"TensorMap": 128, "uint32": 4}
     offset, widest, found = 0, 1, {}
     file = file if "Args" in structs(file) else "backward_args.cuh"
     declarations = re.sub("//.*", "", structs(file)["Args"]).replace("char* ", "char *")

@@ -14,13 +14,8 @@ def overlays(request, emulator, tmp_path_factory):
     wanted = [item.callspec.params["mutation"] for item in request.session.items if item.module is request.module]
     folders = {m.name: m.overlay(tmp_path_factory.mktemp(m.name)) for m in wanted}
 
-    def compiled(mutation):
-        arrays = mutation.recipe.arrays()
-        emulator = mutation.emulator(folders[mutation.name])
-        emulator.prepare(*arrays, backward=mutation.backward, **mutation.recipe.keywords)
-
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compiled, wanted))
+        list(pool.map(lambda mutation: mutation.compile(folders[mutation.name]), wanted))
     return folders
 
 

@@ -327,8 +327,7 @@ def test_sanitizer_problems_reach_their_variants(h200):
             if variant.backward:
                 out = np.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
                 arrays = out, q, k, v, out, np.empty(q.shape[:-1], np.float32)
-            function = "backward" if variant.backward else "forward"
-            assert gpu.variant_of(function, *arrays, engine=variant.engine, **keywords) == variant.name
+            assert gpu.variant_of(variant.function, *arrays, engine=variant.engine, **keywords) == variant.name
 
 
 def test_a_sanitized_call_names_its_kernels(monkeypatch, h200):

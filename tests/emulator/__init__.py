@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 
@@ -208,16 +209,23 @@ class Host:
     with_device = nullcontext
 
     def __init__(self, emulator):
-        self.emulator, self.memory = emulator, []
+        self.emulator, self.memory, self.counted = emulator, [], []
 
     def current_device(self):
         return None
 
-    def ticket(self, device):
-        """Address of an int32 that is 0."""
-        array = self.empty((1,), np.dtype(np.int32))
-        array[0] = 0
+    def counters(self, device, count):
+        """Address of int32 that are 0."""
+        array = self.empty((count,), np.dtype(np.int32))
+        array[...] = 0
+        self.counted.append(array)
         return array.data.ptr
+
+    def integers(self, array, lowest, highest):
+        """A copy as int32, what lies outside two numbers brought to the nearer."""
+        made = self.empty(array.shape, np.dtype(np.int32))
+        made[...] = np.clip(array, lowest, highest)
+        return made
 
     tensor_map = staticmethod(tensor_map.encode)
 
@@ -270,6 +278,20 @@ class _Backward(_launch._GpuBackward):
         return grads or tuple(x.view(np.ndarray) for x in made)
 
 
+class _Decode(_launch._GpuDecode):
+    """A prepared call of `decode` on the emulator."""
+
+    def __call__(self, *arrays):
+        *inputs, out = arrays
+        self.backend.memory += [(x, x is out) for x in arrays if x is not None]
+        result = self._run(*(None if x is None else x.view(DeviceArray) for x in (*inputs, out)))
+        if any(x.any() for x in self.backend.counted):
+            raise EmulatorError("decode: counters are not 0 after the launch")
+        made, *lse = (x.view(np.ndarray) for x in (result if self.return_lse else (result,)))
+        out = made if out is None else out
+        return (out, *lse) if lse else out
+
+
 class Emulator:
     """cuflash on the emulator.
 
@@ -315,6 +337,12 @@ class Emulator:
             for step in self.plan(problem).steps:
                 self.build(step.variant)
 
+    def prepare_decode(self, q, k_cache, v_cache):
+        """Compile the kernel of a call of `decode`, which is the same for all keywords."""
+        dim, _ = _plan.decode_dims(q.shape[-1], v_cache.shape[-1])
+        rows = q.shape[1] // k_cache.shape[1] * q.shape[2]
+        self.build(_plan.decode_variant(q.dtype.name, dim, self.limits, rows))
+
     def forward(self, q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, engine=None):
         """`cuflash.forward` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""
         engine = None if engine == "emulated" else engine
@@ -337,3 +365,18 @@ class Emulator:
             **({"dlse": None} | arrays), scale=scale, causal=causal, window=window, grads=grads, engine=engine
         )
         return _Backward(problem, self.plan(problem), Host(self))(arrays, tuple(grads or ()))
+
+    def decode(
+        self, q, k_cache, v_cache, *, lengths=None, page_table=None, scale=None, causal=True, window=None, splits=None,
+        batch_invariant=False, return_lse=False, out=None, engine=None,
+    ):  # fmt: skip
+        """`cuflash.decode` of NumPy arrays, by the kernel. ``engine`` is None or "emulated"."""
+        engine = None if engine == "emulated" else engine
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths, "page_table": page_table}
+        given = {name: None if x is None else _problem.adopt("decode", name, x) for name, x in given.items()}
+        with mock.patch.object(_problem, "_check_tables"):  # what a GPU holds the host does not look at
+            problem = _problem.decode(
+                **given, scale=scale, causal=causal, window=window, splits=splits, batch_invariant=batch_invariant,
+                return_lse=return_lse, out=out, engine=engine,
+            )  # fmt: skip
+        return _Decode(problem, self.plan(problem), Host(self))(*given.values(), out)

@@ -19,7 +19,7 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=Tr
     Parameters
     ----------
     check : str
-        Name of one of `cuflash.testing.forward_checks` or `gradient_checks`.
+        Name of one of `cuflash.testing.forward_checks`, `gradient_checks` or `decode_checks`.
     dtype : str
         Of the problems.
     dims : (head_dim, value_dim), optional
@@ -31,14 +31,16 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=Tr
     derandomize : bool
         Whether every run draws the same.
     **strategy
-        Keywords of `cuflash.testing.problems`.
+        Keywords of `cuflash.testing.problems` or `caches`.
 
     Raises
     ------
     AssertionError, EmulatorError
         For the smallest problem found on which the check does not hold or a kernel breaks a rule.
     """
-    recipes, check = testing.problems(dtypes=[dtype], **strategy), getattr(testing, check)
+    check = getattr(testing, check)
+    problems = testing.caches if check in testing.decode_checks else testing.problems
+    recipes = problems(dtypes=[dtype], **strategy)
     if dims is not None:
         recipes = recipes.map(lambda recipe: replace(recipe, head_dim=dims[0], value_dim=dims[1]))
 
@@ -50,7 +52,8 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=Tr
     def holds(recipe, seed):
         emulator = Emulator(seed, engine=engine)
         more = {"gradients": emulator.backward} if check in testing.gradient_checks else {}
-        check(emulator.forward, recipe, np, f"{engine} {dtype}", **more)
+        function = emulator.decode if check in testing.decode_checks else emulator.forward
+        check(function, recipe, np, f"{engine} {dtype}", **more)
 
     holds()
 

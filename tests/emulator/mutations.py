@@ -68,7 +68,7 @@ class Mutation:
         What is wrong.
     file, old, new : str
         The text ``old``, which occurs once in the file, becomes ``new``.
-    recipe : cuflash.testing.Recipe
+    recipe : cuflash.testing.Recipe or CacheRecipe
         The problem.
     check : function
         Of `cuflash.testing`, or of its kind.
@@ -83,7 +83,7 @@ class Mutation:
     file: str
     old: str
     new: str
-    recipe: testing.Recipe
+    recipe: testing.Recipe | testing.CacheRecipe
     check: object = testing.check_bound
     engine: str = "portable"
     blocks: int = 1
@@ -92,6 +92,11 @@ class Mutation:
     def backward(self):
         """Whether it is about gradients."""
         return "gradients" in inspect.signature(self.check).parameters
+
+    @property
+    def decode(self):
+        """Whether it is about decode."""
+        return isinstance(self.recipe, testing.CacheRecipe)
 
     def overlay(self, folder):
         """Write the kernels' files that the emulator and the mistake replace to a folder; return it."""
@@ -108,12 +113,22 @@ class Mutation:
         emulator.launch = partial(emulator.launch, most_events=MOST_EVENTS)
         return emulator
 
+    def compile(self, overlay):
+        """Compile the kernels that the problem takes."""
+        emulator = self.emulator(overlay)
+        if self.decode:
+            q, k, v, _ = self.recipe.arrays()
+            emulator.prepare_decode(q, k, v)
+        else:
+            emulator.prepare(*self.recipe.arrays(), backward=self.backward, **self.recipe.keywords)
+
     def run(self, overlay, seed):
         """What the check says about the kernels of an overlay: None where all is well."""
         emulator = self.emulator(overlay, seed)
         more = {"gradients": emulator.backward} if self.backward else {}
         try:
-            self.check(emulator.forward, self.recipe, np, f"{self.engine} {self.recipe.dtype}", **more)
+            attention = emulator.decode if self.decode else emulator.forward
+            self.check(attention, self.recipe, np, f"{self.engine} {self.recipe.dtype}", **more)
         except (AssertionError, EmulatorError) as error:
             return f"{'bound' if isinstance(error, AssertionError) else 'emulator'}: {str(error).splitlines()[0]}"
         return None
@@ -174,7 +189,99 @@ BARRIER = "sync_threads();  // what was copied is here for all warps, and all ha
 PINS = "            pin(out);\n            pin(weights);\n"
 KEYS = "facts.k = args.k + args.k_strides.offset(place.batch0, place.batch1, place.head"
 
+# Decode. Sequences of several splits, of one and of none, in pages that are no whole tiles; rows that see unlike keys.
+CACHE = testing.CacheRecipe(
+    lengths=(290, 0, 70), page_size=24, heads=6, key_heads=2, queries=2, head_dim=40, value_dim=24, splits=3, seed=1
+)
+STEEP_CACHE = replace(CACHE, scale=4.0)
+WINDOWED = replace(CACHE, queries=20, causal=False, window=(40, 9))
+FIRST_ROWS = replace(CACHE, queries=20, causal="top-left")
+BUSY = replace(CACHE, lengths=(290, 250, 70), heads=12, key_heads=4, queries=5)
+LONG_CACHE = replace(CACHE, lengths=(2000,), splits=1)  # rings that go round
+
 MUTATIONS = (
+    *(
+        Mutation(name, "decode.cu", old, new, recipe, check)
+        for name, old, new, recipe, check in (
+            (
+                "tile_dropped_at_the_end_of_a_split",
+                "clamp((place.split + 1) * share, 0, tiles)", "clamp((place.split + 1) * share - 1, 0, tiles)",
+                CACHE, testing.check_decode_bound,
+            ),
+            (
+                "place_in_a_page_off", "divide(key) * pages.size.value;", "divide(key) * (pages.size.value - 1);",
+                CACHE, testing.check_decode_bound,
+            ),
+            (
+                "mask_against_the_capacity", "args.top_left ? 0 : keys -", "args.top_left ? 0 : args.capacity -",
+                CACHE, testing.check_decode_bound,
+            ),
+            (
+                "page_looked_up_off_by_one", "seen ? pages.number(page) : -1;",
+                "seen ? pages.number(page + 1) : -1;", CACHE, testing.check_decode_bound,
+            ),
+            (
+                "pages_of_the_tile_before", "        from = next;\n", "", LONG_CACHE, testing.check_decode_bound,
+            ),
+            (
+                "values_to_the_stage_in_use", "WARPS, before, from);", "WARPS, stage, from);",
+                LONG_CACHE, testing.check_decode_bound,
+            ),
+            (
+                "queries_not_waited_for", "sync_threads();  // the rows of q are here", "",
+                CACHE, testing.check_decode_bound,
+            ),
+            (
+                "lanes_not_waited_for_before_keys", "sync_warp();  // the keys are here for all lanes, and", "//",
+                LONG_CACHE, testing.check_decode_bound,
+            ),
+            (
+                "lanes_not_waited_for_before_values", "sync_warp();  // the values are here, and", "//",
+                LONG_CACHE, testing.check_decode_bound,
+            ),
+            (
+                "wait_for_values_one_group_short", "2 * STAGES - 2>();\n        sync_warp();  // the values",
+                "2 * STAGES - 1>();\n        sync_warp();  // the values", LONG_CACHE, testing.check_decode_bound,
+            ),
+            (
+                "out_written_over_values_in_use", "    sync_warp();\n    leave(", "    leave(",
+                LONG_CACHE, testing.check_decode_bound,
+            ),
+            (
+                "sum_of_parts_not_rescaled", "out[p].values[e] * factor)", "out[p].values[e])",
+                STEEP_CACHE, testing.check_decode_bound,
+            ),
+            (
+                "parts_weighed_alike", "ex2_approx(other.shift() - row.shift())", "1.0f",
+                STEEP_CACHE, testing.check_decode_bound,
+            ),
+            (
+                "part_without_keys_weighed", "other.sum == 0 ? 0.0f : ex2", "ex2", replace(FIRST_ROWS, scale=40.0),
+                testing.check_decode_bound,
+            ),
+            (
+                "arrived_before_all_warps_have_stored", "    sync_threads();\n    if (fresh_thread_index() == 0) {",
+                "    if (fresh_thread_index() == 0) {", BUSY, testing.check_decode_splits,
+            ),
+            (
+                "counter_left_as_it_is", "if (mine) store_global(arrived, 0);", "",
+                CACHE, testing.check_decode_bound,
+            ),
+            (
+                "counter_of_another_tile", "args.arrived + tile_index(args, place) * sizeof(int);",
+                "args.arrived + place.tile * sizeof(int);", BUSY, testing.check_decode_splits,
+            ),
+            (
+                "hidden_values_of_decode_not_noticed", "any((finite != 0.0f && is_finite(inverse)) ||", "any(",
+                WINDOWED, testing.check_decode_hidden_keys,
+            ),
+            (
+                "mask_of_decode_one_key_too_far", "j >= first && j < end ?", "j >= first && j <= end ?",
+                WINDOWED, testing.check_decode_bound,
+            ),
+        )
+    ),
+    Mutation("page_of_a_key_off", "place.cuh", "+ n) >> shift;", ") >> shift;", CACHE, testing.check_decode_bound),
     # Barriers and waits
     Mutation("barrier_before_a_tile_removed", "forward.cu", BARRIER, "", CAUSAL),
     Mutation(

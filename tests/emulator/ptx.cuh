@@ -95,6 +95,7 @@ inline int atomic_add(char* address, int value, Site here = HERE) {
     store_global(address, before + value, here);
     return before;
 }
+inline int atomic_add_acq_rel(char* address, int value, Site here = HERE) { return atomic_add(address, value, here); }
 
 inline void add_global(char* address, float value, Site here = HERE) {
     emulator::pause("add_global", here);
@@ -258,6 +259,7 @@ inline float maximum(float a, float b) { return std::fmax(a, b); }
 inline double maximum(double a, double b) { return std::fmax(a, b); }
 inline int maximum(int a, int b) { return std::max(a, b); }
 
+inline uint32 multiply_high(uint32 a, uint32 b) { return static_cast<uint32>(static_cast<uint64>(a) * b >> 32); }
 inline float absolute(float x) { return std::fabs(x); }
 inline double absolute(double x) { return std::fabs(x); }
 inline int clamp(int x, int low, int high) { return std::min(std::max(x, low), high); }

@@ -1,0 +1,215 @@
+"""Time decode beside its contenders, by the bytes of keys and values that are read a second.
+
+    python bench/run.py decode                                   # bfloat16, 32 heads, head_dim 128
+    python bench/run.py decode --cells 1x8192,64x1024 --key-heads 8 --page-size 16 --splits 4
+
+A figure is one CUDA graph of several calls, one behind the other, over caches that take turns: at least 8 calls, and as
+many as read 256 MB, so that none finds its cache in L2. Their time is divided by their number. Contenders are captured
+and timed in the same way.
+"""
+
+import math
+import statistics
+
+import contenders
+import gpu
+import numpy as np
+import record
+import timing
+
+import cuflash
+from cuflash._dtypes import ELEMENTS
+
+FEWEST_CALLS = 8
+CELLS = "1x1024,1x8192,8x1024,8x8192,64x1024,64x8192,1x65536,1x131072,8x65536"
+CHECKED = 3  # (sequence, head) pairs
+LOOSE = 3e-2  # a contender's distance from ours
+
+
+def cells(options):
+    """The cases the options ask for."""
+    for dtype in options.dtype:
+        for key_heads in options.key_heads:
+            for batch, length in options.cells:
+                for page_size in options.page_size:
+                    yield record.Case(
+                        what="decode", engine="portable", dtype=dtype, head_dim=options.decode_dim,
+                        value_dim=options.decode_dim, mask="causal", queries=options.queries, length=length,
+                        batch=batch, heads=options.heads, key_heads=key_heads, page_size=page_size or None,
+                        splits=options.splits, graph=True,
+                    )  # fmt: skip
+
+
+def cache_bytes(case):
+    """Bytes of keys and values that a call reads."""
+    size = ELEMENTS[case.dtype].itemsize
+    return case.batch * case.key_heads * case.length * (case.head_dim + case.value_dim) * size
+
+
+class Caches:
+    """Queries and caches that take turns, random normal numbers, on the GPU."""
+
+    def __init__(self, case):
+        import cupy
+
+        self.case, self.dtype = case, ELEMENTS[case.dtype].dtype
+        self.calls = max(FEWEST_CALLS, math.ceil(timing.SWEPT_BYTES / cache_bytes(case)))
+        count = min(self.calls, math.ceil(2 * timing.SWEPT_BYTES / cache_bytes(case)))
+        random = cupy.random.default_rng(2205)
+        size = case.page_size or case.length
+        pages = case.batch * -(-case.length // size)
+        shape = pages, case.key_heads, size, case.head_dim
+        self.q = self._normal(random, (case.batch, case.heads, case.queries, case.head_dim))
+        self.pairs = [(self._normal(random, shape), self._normal(random, shape)) for _ in range(count)]
+        self.tables = {"lengths": cupy.full(case.batch, case.length, np.int32)}
+        if case.page_size:
+            order = np.random.default_rng(7).permutation(pages).reshape(case.batch, -1)
+            self.tables["page_table"] = cupy.asarray(order.astype(np.int32))
+
+    def _normal(self, random, shape):
+        import cupy
+
+        array = cupy.empty(shape, self.dtype)
+        flat = array.reshape(-1)
+        for start in range(0, flat.size, 2**26):
+            part = flat[start : start + 2**26]
+            part[...] = random.standard_normal(part.size, dtype=np.float32).astype(self.dtype)
+        return array
+
+    def turns(self):
+        """The pair of each call."""
+        return [self.pairs[n % len(self.pairs)] for n in range(self.calls)]
+
+    def dense(self, b, head):
+        """Keys and values of a sequence and a query head in the first pair, on the host."""
+        key_head = head * self.case.key_heads // self.case.heads
+        found = []
+        for cache in self.pairs[0]:
+            rows = cache[self.tables["page_table"][b]] if self.case.page_size else cache[b : b + 1]
+            rows = rows[:, key_head].reshape(-1, cache.shape[-1])[: self.case.length]
+            found.append(contenders.to_host(rows))
+        return found
+
+
+def error_over_bound(case, caches, out):
+    """Worst error over bound of some heads of some sequences; NaN where out has one."""
+    found = []
+    for n in range(CHECKED):
+        b, head = (case.batch - 1) * n // (CHECKED - 1), (case.heads - 1) * n // (CHECKED - 1)
+        q = contenders.to_host(caches.q[b, head])
+        one = (x[None, None] for x in (q, *caches.dense(b, head)))
+        wanted = cuflash.bounds.decode(*one, path=gpu.path_of(case.dtype, case.engine))
+        found.append(gpu.over_bound(contenders.to_host(out[b, head]), wanted.out[0, 0], wanted.out_bound[0, 0]))
+    return float(np.max(found))
+
+
+def captured(caches, keywords, plan):
+    """A graph of our calls, as a function that launches it."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()
+    out = cupy.empty((*caches.q.shape[:-1], caches.case.value_dim), caches.dtype)
+    call = lambda pair: cuflash.decode(caches.q, *pair, out=out, **caches.tables, **keywords)  # noqa: E731
+    parts = next((math.prod(buffer.shape) for buffer in plan.buffers if buffer.name == "parts"), 0)
+    with stream:
+        call(caches.pairs[0])
+        held = [cupy.empty(parts, np.float32) for _ in range(caches.calls)]  # the pool has them when the graph is made
+        del held
+        stream.begin_capture()
+        for pair in caches.turns():
+            call(pair)
+        graph = stream.end_capture()
+    stream.synchronize()
+    return lambda: graph.launch(cupy.cuda.get_current_stream())
+
+
+def captured_torch(caches, contender):
+    """The same of one of torch's back ends, and its answer for the first pair."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    case = caches.case
+    if case.page_size:
+        raise contenders.Unfit("caches in one piece only")
+    if case.queries > 1:
+        raise contenders.Unfit("one query a sequence only: its causal mask is top-left")
+    q, *rest = (contenders.to_torch(x) for x in (caches.q, *(x for pair in caches.turns() for x in pair)))
+    pairs = list(zip(rest[::2], rest[1::2], strict=True))
+    more = {"enable_gqa": True} if case.heads != case.key_heads else {}
+    torch.cuda.synchronize()
+    with contender.scope():
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for pair in pairs[:2]:
+                answer = scaled_dot_product_attention(q, *pair, **more)
+            answer = scaled_dot_product_attention(q, *pairs[0], **more)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for pair in pairs:
+                scaled_dot_product_attention(q, *pair, **more)
+    return graph.replay, answer
+
+
+def measure(case, options, rivals):
+    """Check and time a case: its row. Raises ArithmeticError where our answer is outside the bound."""
+    import cupy
+
+    caches = Caches(case)
+    keywords = {"engine": case.engine, "splits": options.splits, "batch_invariant": options.batch_invariant}
+    out = cuflash.decode(caches.q, *caches.pairs[0], **caches.tables, **keywords)
+    error = error_over_bound(case, caches, out)
+    if not error <= 1:
+        raise ArithmeticError(f"error over bound is {error}")
+    plan = cuflash.explain("decode", caches.q, *caches.pairs[0], **caches.tables, **keywords)
+    calls = {"ours": captured(caches, keywords, plan)}
+    for name, contender in rivals.items():
+        try:
+            if not isinstance(contender, contenders.Torch):
+                raise contenders.Unfit("no decode of its own here")
+            calls[name], theirs = captured_torch(caches, contender)
+            ours, theirs = (contenders.to_host(x).astype(np.float64) for x in (out, theirs))
+            far = np.linalg.norm(theirs - ours) / np.linalg.norm(ours)
+            if not far <= LOOSE:
+                del calls[name]
+                raise contenders.Unfit(f"its answer is {far:.3g} from ours")
+        except Exception as error_theirs:  # a contender fails in ways of its own; the case goes on without it
+            print(f"  {name} left out: {type(error_theirs).__name__}: {str(error_theirs).splitlines()[:1]}")
+    rounds = timing.interleave(
+        timing.EventTimer(cold=False), calls, rounds=options.rounds, launches=max(options.launches // 4, 2)
+    )
+    rounds = {name: [ms / caches.calls for ms in each] for name, each in rounds.items()}
+    ms = statistics.median(rounds["ours"])
+    theirs = {name: rounds.get(name) for name in rivals}
+    rival = options.rival or next(iter(options.contenders), None)
+    if rival == "best":
+        rival = min(filter(theirs.get, theirs), key=lambda name: statistics.median(theirs[name]), default=None)
+    del calls, caches
+    cupy.get_default_memory_pool().free_all_blocks()
+    return record.case_row(
+        case,
+        variant=plan.variant.name,
+        ms=ms,
+        spread=timing.spread(rounds["ours"]),
+        gbps=cache_bytes(case) / ms / 1e6,
+        tflops=case.flops / ms / 1e9,
+        error_over_bound=error,
+        contenders={name: figures and statistics.median(figures) for name, figures in theirs.items()},
+        rival=rival,
+        ratios={name: figures and timing.ratio(rounds["ours"], figures) for name, figures in theirs.items()},
+        rounds=rounds,
+        calls=max(FEWEST_CALLS, math.ceil(timing.SWEPT_BYTES / cache_bytes(case))),
+        most_splits=plan.steps[0].args["splits"],
+        batch_invariant=options.batch_invariant,
+    )
+
+
+def line(row):
+    """A row as one aligned line."""
+    text = f"{row['variant']:<34} B{row['batch']:<3} H{row['heads']}/{row['key_heads']:<3} L{row['length']:<7}"
+    text += f" page {row['page_size'] or '-':<5} splits {row['most_splits']:<4} {row['ms'] * 1e3:9.1f} us"
+    text += f" ±{row['spread']:5.1%} {row['gbps']:6.0f} GB/s  error/bound {row['error_over_bound']:.3f}"
+    for contender, ms in row["contenders"].items():
+        text += f"  {contender} {ms * 1e3:9.1f} us {row['ratios'][contender]:6.3f}x" if ms else f"  {contender} -"
+    return text
