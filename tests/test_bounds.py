@@ -158,7 +158,8 @@ def test_decode():
 def test_decode_on_a_gpu_has_teeth(dtype):
     """Faults of a kernel that adds parts are outside the bound of one."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((2, n, length, 64)).astype(DTYPES[dtype]) for n, length in ((4, 1), (2, 40), (2, 40)))
+    shapes = (2, 4, 1, 64), (2, 2, 40, 64), (2, 2, 40, 64)
+    q, k, v = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes)
     wanted = bounds.decode(q, k, v, path=f"portable {dtype}")
 
     def worst(*arrays, **keywords):
