@@ -419,8 +419,9 @@ def fuzz(check, attention, *, examples=100, xp=np, path=None, **strategy):
     """
 
     @settings(
-        max_examples=examples, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-    )
+        max_examples=examples, deadline=None, database=None, derandomize=True, report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
     @given((caches if check in decode_checks else problems)(**strategy))
     def holds(recipe):
         check(attention, recipe, xp, path)

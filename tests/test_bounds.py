@@ -154,6 +154,33 @@ def test_decode():
     assert bounds.worst(cuflash.decode(q, k, v, lengths=lengths - [0, 0, 1]), wanted) > 1
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_decode_on_a_gpu_has_teeth(dtype):
+    """Faults of a kernel that adds parts are outside the bound of one."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 4, 1, 64), (2, 2, 40, 64), (2, 2, 40, 64)
+    q, k, v = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes)
+    wanted = bounds.decode(q, k, v, path=f"portable {dtype}")
+
+    def worst(*arrays, **keywords):
+        out, lse = reference.decode(*arrays, **keywords)
+        return bounds.worst((out.astype(q.dtype), lse.astype(np.float32)), wanted)
+
+    assert 0.05 < worst(q, k, v) <= 1
+    lengths = np.array([40, 39])
+    for arrays, keywords in (
+        ((q, k, v), {"lengths": lengths}),  # a key lost
+        ((q, k, v), {"scale": 1.01 / 8}),
+        ((q[:, [1, 0, 2, 3]], k, v), {}),  # two heads swapped
+        ((q, k, np.roll(v, 1, axis=2)), {}),
+    ):
+        assert worst(*arrays, **keywords) > 1
+    out, lse = reference.decode(q, k, v)
+    assert bounds.worst((out.astype(q.dtype), (lse / np.log(2)).astype(np.float32)), wanted) > 1
+    parts = [reference.decode(q, k[:, :, half], v[:, :, half]) for half in (slice(20), slice(20, None))]
+    assert bounds.worst((sum(out for out, _ in parts) / 2).astype(q.dtype), wanted) > 1  # parts weighed alike
+
+
 @pytest.mark.filterwarnings("error")
 def test_comparison():
     exact, bound = np.array([1.0, -np.inf, np.inf, np.nan, 2.0]), np.array([0.5, 0, 0, 0, np.inf])
