@@ -542,7 +542,8 @@ MUTATIONS = (
     ),
     # Gradients on Hopper: fences
     in_backward_sm90(
-        "ds_not_fenced", "show(DSCORES_FULL, stage); }", "sync_warp(), release(DSCORES_FULL, stage); }", HOPPER_GRADIENT,
+        "ds_not_fenced", "show(DSCORES_FULL, stage); }", "sync_warp(), release(DSCORES_FULL, stage); }",
+        HOPPER_GRADIENT,
     ),
     in_backward_sm90(
         "part_not_fenced", "show(PARTS_FULL, index); }", "sync_warp(), release(PARTS_FULL, index); }", HOPPER_GRADIENT,
