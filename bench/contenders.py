@@ -25,6 +25,19 @@ class Unfit(Exception):
     """A contender does not compute this case."""
 
 
+def left_out(name, error):
+    """Say why a case goes on without a contender: they fail in ways of their own."""
+    print(f"  {name} left out: {type(error).__name__}: {str(error).splitlines()[:1]}")
+
+
+def beside(row, show):
+    """The contenders of a row as the end of its line, ``show`` giving the text of milliseconds."""
+    return "".join(
+        f"  {name} {show(ms)} {row['ratios'][name]:6.3f}x" if ms else f"  {name} -"
+        for name, ms in row["contenders"].items()
+    )
+
+
 class Contender:
     """What contenders share."""
 

@@ -9,7 +9,6 @@ and timed in the same way.
 """
 
 import math
-import statistics
 
 import contenders
 import gpu
@@ -174,32 +173,24 @@ def measure(case, options, rivals):
             if not far <= LOOSE:
                 del calls[name]
                 raise contenders.Unfit(f"its answer is {far:.3g} from ours")
-        except Exception as error_theirs:  # a contender fails in ways of its own; the case goes on without it
-            print(f"  {name} left out: {type(error_theirs).__name__}: {str(error_theirs).splitlines()[:1]}")
+        except Exception as error_theirs:
+            contenders.left_out(name, error_theirs)
     rounds = timing.interleave(
         timing.EventTimer(cold=False), calls, rounds=options.rounds, launches=max(options.launches // 4, 2)
     )
-    rounds = {name: [ms / caches.calls for ms in each] for name, each in rounds.items()}
-    ms = statistics.median(rounds["ours"])
-    theirs = {name: rounds.get(name) for name in rivals}
-    rival = options.rival or next(iter(options.contenders), None)
-    if rival == "best":
-        rival = min(filter(theirs.get, theirs), key=lambda name: statistics.median(theirs[name]), default=None)
+    count = caches.calls
+    rounds = {name: [ms / count for ms in each] for name, each in rounds.items()}
+    figures = timing.figures(rounds, rivals, options.rival)
     del calls, caches
     cupy.get_default_memory_pool().free_all_blocks()
     return record.case_row(
         case,
+        **figures,
         variant=plan.variant.name,
-        ms=ms,
-        spread=timing.spread(rounds["ours"]),
-        gbps=cache_bytes(case) / ms / 1e6,
-        tflops=case.flops / ms / 1e9,
+        gbps=cache_bytes(case) / figures["ms"] / 1e6,
+        tflops=case.flops / figures["ms"] / 1e9,
         error_over_bound=error,
-        contenders={name: figures and statistics.median(figures) for name, figures in theirs.items()},
-        rival=rival,
-        ratios={name: figures and timing.ratio(rounds["ours"], figures) for name, figures in theirs.items()},
-        rounds=rounds,
-        calls=max(FEWEST_CALLS, math.ceil(timing.SWEPT_BYTES / cache_bytes(case))),
+        calls=count,
         most_splits=plan.steps[0].args["splits"],
         batch_invariant=options.batch_invariant,
     )
@@ -207,9 +198,8 @@ def measure(case, options, rivals):
 
 def line(row):
     """A row as one aligned line."""
+    show = lambda ms: f"{ms * 1e3:9.1f} us"  # noqa: E731
     text = f"{row['variant']:<34} B{row['batch']:<3} H{row['heads']}/{row['key_heads']:<3} L{row['length']:<7}"
-    text += f" page {row['page_size'] or '-':<5} splits {row['most_splits']:<4} {row['ms'] * 1e3:9.1f} us"
+    text += f" page {row['page_size'] or '-':<5} splits {row['most_splits']:<4} {show(row['ms'])}"
     text += f" ±{row['spread']:5.1%} {row['gbps']:6.0f} GB/s  error/bound {row['error_over_bound']:.3f}"
-    for contender, ms in row["contenders"].items():
-        text += f"  {contender} {ms * 1e3:9.1f} us {row['ratios'][contender]:6.3f}x" if ms else f"  {contender} -"
-    return text
+    return text + contenders.beside(row, show)

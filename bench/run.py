@@ -71,6 +71,7 @@ def parse(argv=None):
     options.cells = [tuple(map(int, part.split("x"))) for part in options.cells.split(",")]
     for name in ("head_dim", "length", "key_heads", "page_size"):
         setattr(options, name, [int(part) for part in getattr(options, name).split(",")])
+    options.rival = options.rival or next(iter(options.contenders), None)
     options.launches = options.launches or (1 if options.engine == "numpy" else 20)
     if options.quick:
         options.rounds, options.launches = 2, min(5, options.launches)
@@ -213,8 +214,8 @@ def measure(case, options, inputs, rivals, timer):
             far = distance(case, out, theirs)
             if not far <= LOOSE[case.dtype]:
                 raise contenders.Unfit(f"its answer is {far:.3g} from ours")
-        except Exception as error_theirs:  # a contender fails in ways of its own; the case goes on without it
-            print(f"  {name} left out: {type(error_theirs).__name__}: {str(error_theirs).splitlines()[:1]}")
+        except Exception as error_theirs:
+            contenders.left_out(name, error_theirs)
             continue
         calls[name], scopes[name] = call, contender.scope
         del theirs
@@ -232,26 +233,15 @@ def measure(case, options, inputs, rivals, timer):
                     ours, run_there, rounds=options.rounds, synchronize=inputs.synchronize
                 )
         except Exception as error_theirs:
-            print(f"  {name} left out: {type(error_theirs).__name__}: {str(error_theirs).splitlines()[:1]}")
-    ms = statistics.median(rounds["ours"])
-    theirs = {name: rounds.get(name) for name in rivals}
-    rival = options.rival or next(iter(options.contenders), None)
-    if rival == "best":
-        rival = min(filter(theirs.get, theirs), key=lambda name: statistics.median(theirs[name]), default=None)
+            contenders.left_out(name, error_theirs)
+    figures = timing.figures(rounds, rivals, options.rival, walls)
     return record.case_row(
         case,
+        **figures,
         variant=gpu.variant_of(case.what, *given, **keywords),
-        ms=ms,
-        spread=timing.spread(rounds["ours"]),
-        tflops=case.flops / ms / 1e9,
+        tflops=case.flops / figures["ms"] / 1e9,
         extra_bytes=extra,
         error_over_bound=error,
-        contenders={name: figures and statistics.median(figures) for name, figures in theirs.items()},
-        rival=rival,
-        ratios={
-            name: figures and timing.ratio(walls.get(name, rounds["ours"]), figures) for name, figures in theirs.items()
-        },
-        rounds=rounds,
         wall_rounds=walls,
         launches=options.launches,
         contender_bytes={name: held for name, held in extras.items() if held is not None},
@@ -264,10 +254,7 @@ def line(row):
     name = row["variant"] or f"{row['what']} {row['engine']} {row['dtype']} d{row['head_dim']} {row['mask']}"
     text = f"{name:<48} B{row['batch']:<3} H{row['heads']:<3} L{row['length']:<6} {row['ms']:9.3f} ms "
     text += f"±{row['spread']:5.1%} {row['tflops']:8.4g} TFLOP/s  error/bound {row['error_over_bound']:.3f}"
-    text += f"  extra {row['extra_bytes'] / 1e6:.1f} MB"
-    for contender, ms in row["contenders"].items():
-        text += f"  {contender} {ms:9.3f} ms {row['ratios'][contender]:6.3f}x" if ms else f"  {contender} -"
-    return text
+    return text + f"  extra {row['extra_bytes'] / 1e6:.1f} MB" + contenders.beside(row, lambda ms: f"{ms:9.3f} ms")
 
 
 def summary(rows):

@@ -104,6 +104,35 @@ def ratio(ours, theirs):
     return statistics.median(their / our for our, their in zip(ours, theirs, strict=True))
 
 
+def figures(rounds, names, rival, walls=None):
+    """What a row of the record says of rounds: ours, each contender's, the ratios, and whom ours is judged against.
+
+    Parameters
+    ----------
+    rounds : dict
+        Milliseconds of each round, by name; "ours" among them.
+    names : iterable of str
+        Contenders. Those without rounds get None.
+    rival : str or None
+        One of them, or "best".
+    walls : dict, optional
+        Our rounds beside a contender in a process of its own, by its name.
+    """
+    theirs = {name: rounds.get(name) for name in names}
+    if rival == "best":
+        rival = min(filter(theirs.get, theirs), key=lambda name: statistics.median(theirs[name]), default=None)
+    return {
+        "ms": statistics.median(rounds["ours"]),
+        "spread": spread(rounds["ours"]),
+        "contenders": {name: each and statistics.median(each) for name, each in theirs.items()},
+        "rival": rival,
+        "ratios": {
+            name: each and ratio((walls or {}).get(name, rounds["ours"]), each) for name, each in theirs.items()
+        },
+        "rounds": rounds,
+    }
+
+
 def spread(rounds):
     """How far the rounds lie apart, as a share of their median."""
     return (max(rounds) - min(rounds)) / statistics.median(rounds)

@@ -51,6 +51,15 @@ def assert_same(one, other):
         np.testing.assert_array_equal(reference.host(x), reference.host(y))
 
 
+def in_threads(work, count):
+    """Run ``work(n)`` in so many threads, all at once."""
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 # Streams ----------------------------------------------------------------------------------------------------------
 
 
@@ -173,11 +182,7 @@ def test_first_calls_of_several_threads(dtype):
                 results[n] = run(problem, arrays)
             stream.synchronize()
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     for result in results:
         assert_same(result, expected)
 
@@ -383,11 +388,7 @@ def test_decode_on_several_streams_and_threads(spin):
                 results[n].append(decoded(problem, arrays))
             stream.synchronize()
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     for each in results:
         for result in each:
             assert_same(result, expected)

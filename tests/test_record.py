@@ -155,6 +155,18 @@ def test_rounds_take_turns_and_the_ratio_is_the_median_over_them():
     assert timing.spread(rounds["ours"]) == pytest.approx(9)
 
 
+def test_figures_say_whom_ours_is_judged_against():
+    rounds = {"ours": [2.0, 2.0, 4.0], "slow": [6.0, 4.0, 4.0], "fast": [1.0, 1.0, 3.0], "far": [4.0, 4.0, 4.0]}
+    found = timing.figures(rounds, ["slow", "fast", "absent", "far"], "best", {"far": [1.0, 2.0, 4.0]})
+    assert (found["ms"], found["spread"], found["rival"], found["rounds"]) == (2.0, 1.0, "fast", rounds)
+    assert found["contenders"] == {"slow": 4.0, "fast": 1.0, "absent": None, "far": 4.0}
+    assert found["ratios"] == {"slow": 2.0, "fast": 0.5, "absent": None, "far": 2.0}
+    assert timing.figures(rounds, ["absent"], "best")["rival"] is None
+    assert timing.figures(rounds, ["slow"], "slow")["rival"] == "slow"
+    shown = contenders.beside(found, lambda ms: f"{ms:.1f} ms")
+    assert shown == "  slow 4.0 ms  2.000x  fast 1.0 ms  0.500x  absent -  far 4.0 ms  2.000x"
+
+
 def test_scopes_are_entered_around_their_own_runs():
     entered = []
 
