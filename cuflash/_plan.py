@@ -154,6 +154,7 @@ def variants(limits):
                 for mask in masks for keys in (0, LONG) for dims in HOPPER_TILES
             }  # fmt: skip
             found |= {hopper_backward_variant(dtype, dim): None for dim in HOPPER_BACKWARD_TILES}
+            found |= {hopper_dq_variant(dtype, dim): None for dim in HOPPER_DQ_TILES}
     return tuple(found)
 
 
@@ -285,6 +286,8 @@ BACKWARD_TILES = {
 }
 # The same of the sm90 engine: tile_q, tile_k, warps.
 HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12), 256: (64, 64, 12)}
+# And of its kernel of dq alone, for head dims at which the main kernel leaves dq out.
+HOPPER_DQ_TILES = {256: (128, 64, 12)}
 
 
 def backward_variant(dtype, head_dim, value_dim, limits):
@@ -315,12 +318,21 @@ def hopper_backward_dims(head_dim, value_dim):
 def hopper_backward_variant(dtype, dim):
     """The sm90 engine's main kernel of backward for a padded head dim, of v too."""
     tile_q, tile_k, warps = HOPPER_BACKWARD_TILES[dim]
-    roles = dim > 128  # of the two consumers, which have one stage of dout and leave dk, dv where k, v were
-    stages, grads, weights = (3, 16, 4 * tile_q * tile_k) if roles else (4, 2 * 64 * dim, 16)  # no array is empty
-    shared = 2 * dim * (stages * tile_q + 2 * tile_k) + 4 * tile_q * tile_k  # q and dout; k and v; ds twice
-    shared += 2 * (4 * 64 * 64 + grads) + weights  # of each consumer: a piece of dq, dk or dv on the way out
-    shared += 4 * stages * tile_q + 8 * 20 + 2 * 56 + 8 * (34 + 2 * stages)  # numbers of rows, visits, items, barriers
+    roles = dim in HOPPER_DQ_TILES  # of the two consumers, who leave dk and dv where k and v were
+    dscores, part, grad, weights = (16, 16, 16, 4 * tile_q * tile_k) if roles else (
+        2 * tile_q * tile_k, 4 * 64 * 64, 2 * 64 * dim, 16,
+    )  # fmt: skip
+    shared = 2 * dim * (4 * tile_q + 2 * tile_k) + weights  # q and dout, twice each; k and v
+    shared += 2 * (dscores + part + grad)  # ds, twice; of each consumer: a part of dq, dk or dv on the way out
+    shared += 16 * tile_q + 8 * 20 + 2 * 56 + 8 * 42  # numbers of rows, visits, items, barriers
     return Variant("backward_sm90", dtype, "window", dim, dim, tile_q, tile_k, warps, 1, 2, shared)
+
+
+def hopper_dq_variant(dtype, dim):
+    """The sm90 engine's kernel of dq alone for a padded head dim, of v too."""
+    tile_q, tile_k, warps = HOPPER_DQ_TILES[dim]
+    shared = 2 * dim * (2 * tile_q + 3 * tile_k) + 8 * 10  # q and dout; keys twice, values; barriers
+    return Variant("backward_dq_sm90", dtype, "window", dim, dim, tile_q, tile_k, warps, 1, 2, shared)
 
 
 def rows_variant(dtype):
@@ -604,7 +616,10 @@ def _hopper_backward(problem, limits, reason):
 
 
 def _backward(problem, limits, engine, reason, variant, parts):
-    """Three launches: row sums; dk, dv and the sum of dq; dq. See ``kernels/visits.cuh`` for the order of sums."""
+    """Three launches: row sums; dk, dv and the sum of dq; dq. See ``kernels/visits.cuh`` for the order of sums.
+
+    Or four, where registers hold dk and dv alone: row sums; dq; dk and dv; what has to be made again.
+    """
     grads = {"dq": problem.q, "dk": problem.k, "dv": problem.v}
     results = tuple(_gradient_buffer(problem, name, like) for name, like in grads.items())
     batches = math.prod(problem.batch)
@@ -629,9 +644,9 @@ def _backward(problem, limits, engine, reason, variant, parts):
     largest = float(np.finfo(np.float32).max) / 2
     scale = min(max(problem.scale, -largest), largest)
     wide = {name: int(bool(like.stretched)) for name, like in grads.items()}
+    alone = engine == "sm90" and variant.head_dim in HOPPER_DQ_TILES
     boxes = {"q": variant.tile_q, "dout": variant.tile_q, "k": variant.tile_k, "v": variant.tile_k}
-    boxed = not (wide["dk"] or wide["dv"]) and all(_layout.is_tensor(operands[name]) for name in ("dk", "dv"))
-    boxes |= {"dk": 64, "dv": 64} if boxed else {}
+    boxes |= {name: 64 for name in grads if not wide[name] and _layout.is_tensor(operands[name])}
     args = {
         **{f"{name}_strides": places for name, places in where.items()},
         "queries": problem.queries,
@@ -650,38 +665,48 @@ def _backward(problem, limits, engine, reason, variant, parts):
         "items": items,
         "tile_q": variant.tile_q,
         "tile_k": variant.tile_k,
-        "columns": variant.head_dim,
+        "columns": 0 if alone else variant.head_dim,
         "parts": parts,
         "clear": int(not variant.ordered),
         **{f"{name}_wide": flag for name, flag in wide.items()},
-        "boxes": int(engine == "sm90" and boxed),
+        "boxes": int(engine == "sm90" and "dk" in boxes and "dv" in boxes),
         "scale": scale,
         "scale_log2": scale * LOG2_E,
     }
-    maps = {}
-    if engine == "sm90":
-        maps = {
-            f"{name}_map": _layout.tensor_map(name, operands[name], lengths, where[name], (1, box))
-            for name, box in boxes.items()
-        }
+    sums = () if alone else (Buffer("dq_sum", (heads, padded, variant.head_dim), "float32", (0, 1)),)
     buffers = (
         Buffer("row_lse", (heads, padded), "float32", (0,)),
         Buffer("row_delta", (heads, padded), "float32", (0,)),
-        Buffer("dq_sum", (heads, padded, variant.head_dim), "float32", (0, 1)),
-        Buffer("turns", (FIRST_COUNTER + heads * query_tiles * parts,), "int32", (), cleared=True),
+        *sums,
+        Buffer("turns", (FIRST_COUNTER + len(sums) * heads * query_tiles * parts,), "int32", (), cleared=True),
         Buffer("suspects", (items,), "int32", (), cleared=True),
     )
 
-    def step(variant, grid, shared_bytes, **more):
-        return Step(variant, grid, 32 * variant.warps, shared_bytes, args, **more)
+    def maps(*names):
+        if engine != "sm90":
+            return {}
+        return {
+            f"{name}_map": _layout.tensor_map(name, operands[name], lengths, where[name], (1, boxes[name]))
+            for name in ("q", "dout", "k", "v", *names)
+            if name in boxes
+        }
 
-    before, behind = rows_variant(problem.dtype), finish_variant(problem.dtype)
-    steps = (
-        step(before, row_blocks, before.shared_bytes),
-        step(variant, min(items, blocks), variant.shared_bytes, tensor_maps=maps, cooperative=True),
-        step(behind, heads * -(-problem.queries // behind.tile_q) + items, behind.shared_bytes),
-    )
-    return Plan(engine, reason, tuple(copies.values()), results + buffers, steps)
+    def step(variant, grid, more=None, **facts):
+        return Step(variant, grid, 32 * variant.warps, variant.shared_bytes, args | (more or {}), **facts)
+
+    behind, finished = finish_variant(problem.dtype), items
+    steps = [step(rows_variant(problem.dtype), row_blocks)]
+    if alone:
+        dq = hopper_dq_variant(problem.dtype, variant.head_dim)
+        tiles = -(-problem.queries // dq.tile_q)
+        schedule = tiles, _section(problem, 1, heads, tiles), heads
+        more = {"schedule": schedule, "boxes": int("dq" in boxes)}
+        steps.append(step(dq, heads * tiles, more, tensor_maps=maps("dq")))
+    else:
+        finished += heads * -(-problem.queries // behind.tile_q)
+    steps.append(step(variant, min(items, blocks), tensor_maps=maps("dk", "dv"), cooperative=True))
+    steps.append(step(behind, finished))
+    return Plan(engine, reason, tuple(copies.values()), results + buffers, tuple(steps))
 
 
 def _passes(problem, variant, key_tiles, blocks):
@@ -692,9 +717,10 @@ def _passes(problem, variant, key_tiles, blocks):
     """
     # Under a mask blocks that begin a pass one after another get close: with 2 visits 0.96 of the speed on the portable
     # engine, 0.91 to 0.98 on sm90 with a causal mask. Without one hardly any two meet, and 4 take the caches of four
-    # heads: 0.78 to 0.86 at head_dim 256, and on sm90 no gain under a mask either.
-    far = problem.mask.name != "full" and (variant.engine == "portable" or variant.head_dim <= 128)
-    distance = 4 if far else 2
+    # heads: 0.86 at head_dim 256.
+    distance = 2 if problem.mask.name == "full" else 4
+    if variant.engine == "sm90" and variant.head_dim in HOPPER_DQ_TILES:  # nobody waits for a turn
+        distance = 0
     passes = _power_of_two(-(-distance * variant.tile_q // variant.tile_k))
     while passes > 1 and problem.key_heads * -(-key_tiles // passes) < 0.9 * blocks:
         passes //= 2

@@ -51,7 +51,7 @@ def _args(scale_log2, pointers="q k v out lse", maps="", wide="", sizes=""):
     )
 
 
-def _backward_args(maps=""):
+def _backward_args(maps="", more=()):
     pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
     sizes = (
         "queries keys heads group head_dim value_dim batches1 first_shift end_shift query_tiles key_tiles "
@@ -65,6 +65,7 @@ def _backward_args(maps=""):
             *((name, np.int32) for name in sizes.split()),
             ("scale", np.float32),
             ("scale_log2", np.float32),
+            *more,
         ]
     )
 
@@ -107,6 +108,10 @@ KERNELS = {
     "backward": ("backward.cu", _backward_args()),
     "backward_finish": ("backward_finish.cu", _backward_args()),
     "backward_sm90": ("backward_sm90.cu", _backward_args("q_map dout_map k_map v_map dk_map dv_map")),
+    "backward_dq_sm90": (
+        "backward_dq_sm90.cu",
+        _backward_args("q_map dout_map k_map v_map dq_map", more=[("schedule", _SCHEDULE)]),
+    ),
 }
 
 
@@ -220,8 +225,8 @@ class Variant:
         """The products of a warpgroup of the sizes in use."""
         sizes = {
             "forward_sm90": (self.tile_k, self.value_dim),
-            # The last: columns of a consumer's part of dq.
-            "backward_sm90": (self.tile_q, self.head_dim, self.tile_q * self.head_dim // 128),
+            "backward_sm90": (self.tile_q, self.head_dim, 64),  # the last: columns of a consumer's part of dq
+            "backward_dq_sm90": (self.tile_k, self.head_dim),
         }
         return wgmma(self.element, sizes[self.kernel]) if self.hopper else ""
 

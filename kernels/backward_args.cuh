@@ -20,7 +20,8 @@ struct Args {
     int query_tiles, key_tiles;               // of a head
     int cyclic, passes_log2, section;         // see visits.cuh
     int items;                                // tiles of keys of all heads and batches
-    int tile_q, tile_k, columns, parts;       // of the main kernel: its tiles, width of dq_sum, counters a query tile
+    int tile_q, tile_k, columns, parts;       // of the main kernel: its tiles, width of dq_sum (0: there is none),
+                                              // counters a query tile
     int clear;                                // dq_sum has to begin as zeros
     int dq_wide, dk_wide, dv_wide;            // float instead of Element
     int boxes;                                // dk and dv can leave by tensor copies

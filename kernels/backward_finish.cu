@@ -1,9 +1,9 @@
 // The end of the backward pass: dq = scale * dq_sum, rounded, in the rows of the caller's array; and, where a number of
 // dq, dk or dv is not finite, that row again by the careful path.
 //
-// Blocks of two kinds. The first own 64 rows of dq of a head, as the main kernel's accumulators left them (visits.cuh
-// says who did): a warp takes 16 of them, 32 columns at a time. The others own an item, a tile of keys, and do nothing
-// unless it is suspect. Memory limits both.
+// Blocks of two kinds. The first, which there are where dq has been summed in global memory, own 64 rows of dq of a head,
+// as the main kernel's accumulators left them (visits.cuh says who did): a warp takes 16 of them, 32 columns at a time.
+// The others own an item, a tile of keys, and do nothing unless it is suspect. Memory limits both.
 #include "backward_args.cuh"
 #include "careful_gradients.cuh"
 #include "mask.cuh"
@@ -112,12 +112,12 @@ __device__ __forceinline__ void finish_item(const Args& args, const Mask& mask, 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     cuflash_backward_finish(const __grid_constant__ Args args) {
     const Mask mask(args.keys, args.first_shift, args.end_shift);
-    const int tiles = (args.queries + TILE_Q - 1) / TILE_Q, heads = args.items / args.key_tiles * args.group;
-    const int work = static_cast<int>(fresh_block_index());
-    if (work < heads * tiles) {
+    const int tiles = args.columns == 0 ? 0 : (args.queries + TILE_Q - 1) / TILE_Q;
+    const int rows = args.items / args.key_tiles * args.group * tiles, work = static_cast<int>(fresh_block_index());
+    if (work < rows) {
         finish_rows(args, mask, work / tiles, work % tiles * TILE_Q);
     } else {
-        finish_item(args, mask, work - heads * tiles);
+        finish_item(args, mask, work - rows);
     }
 }
 

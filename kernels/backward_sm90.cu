@@ -9,12 +9,14 @@
 //
 // Everything a consumer computes has keys as rows, 64 of them. The accumulators of k q^T and v dout^T are then, as p
 // and ds, the A operands of the products with dout and q that dv and dk sum: they never leave registers, nor do dv and
-// dk. For dq alone ds goes to shared memory, transposed; each consumer makes one part of the product ds k, a half of its
-// columns or, where TILE_Q is 128, of its rows. The part goes on, by way of shared memory, to a thread of the producer
-// warpgroup, which waits for the block's turn and has it added in global memory. Turns make dq reproducible, and no sum
-// needs zeros to begin with: the first stores.
+// dk.
 //
-// To head_dim 128 both consumers do the same, for 64 keys each, and take turns. While one computes exponentials, the
+// To head_dim 128 ds goes to shared memory as well, transposed, for dq; each consumer makes one part of the product ds k,
+// a half of its columns or, where TILE_Q is 128, of its rows. The part goes on, by way of shared memory, to a thread of
+// the producer warpgroup, which waits for the block's turn and has it added in global memory. Turns make dq reproducible,
+// and no sum needs zeros to begin with: the first stores.
+//
+// There both consumers do the same, for 64 keys each, and take turns. While one computes exponentials, the
 // tensor cores have the products of the other, and a token sees to it: who has it issues the last products of a visit,
 // those of dv and dk, and the first of the next, and gives it away. dq comes a visit late, when both consumers' ds have
 // been written. What takes long and what others do not wait for, to read numbers of rows from shared memory, to fence
@@ -22,13 +24,14 @@
 //
 // Beyond, registers hold only one of dv and dk, so the consumers have roles, with the same 64 keys. The first makes p,
 // which it leaves in shared memory for the other, and dv; the second dp, ds and dk. They run out of step by themselves.
+// What dq takes there, 64 KB added for each 64 x 64 pairs, would be what limits all: it has a kernel of its own,
+// backward_dq_sm90.cu.
 //
 // The copies of a tile of queries end a phase of its `full` barrier, the warps that have read it one of its `empty`
 // barrier, and so for all that lies in shared memory. Visits are numbered through all items of the block, and so are
 // the items: stage and parity follow from the number.
 //
-// What limits speed: to head_dim 128 the tensor cores and the ports of shared memory, with either the power they take;
-// at 256 the L2 cache, where 64 KB are added to dq for each 64 x 64 pairs.
+// What limits speed: the ports of shared memory and the tensor cores, with either the power they take.
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx_sm90.cuh"
@@ -44,15 +47,13 @@ constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
 
 static_assert(HEAD_DIM == VALUE_DIM, "one size for both: copies fill the columns that are not there with zeros");
 static_assert(TILE_K == (ROLES ? ROWS : CONSUMERS * ROWS), "TILE_K: 64 keys a consumer, the same ones for roles");
-static_assert(TILE_Q == (HEAD_DIM == 64 ? 128 : 64), "TILE_Q: what registers and shared memory hold");
+static_assert(ROLES || TILE_Q * HEAD_DIM == 64 * 128, "TILE_Q: a part of dq has 64 rows and columns");
 static_assert(WARPS == 4 * (1 + CONSUMERS), "WARPS: a producer, and two consumers");
 static_assert(STAGES == 2, "STAGES: the other one is 1 - stage");
 
-constexpr int DOUT_STAGES = ROLES ? 1 : STAGES;
 constexpr bool PARTS_ARE_ROWS = TILE_Q == 128;  // of a tile of dq, else columns
-constexpr int PART_COLUMNS = TILE_Q * HEAD_DIM / CONSUMERS / ROWS;
-constexpr int PIECES = PART_COLUMNS / 64;  // in which a part is sent
-constexpr int PIECE_BYTES = ROWS * 64 * 4;
+constexpr int PART_COLUMNS = 64;
+constexpr int PART_BYTES = ROWS * PART_COLUMNS * 4;
 
 // A multiprocessor's 64 K registers are dealt out 168 a thread. The producer gives away what the consumers need.
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
@@ -76,19 +77,19 @@ constexpr int NONE = -1;  // visits of what comes after the last item
 
 struct Shared {
     char queries[STAGES][QueryTile::BYTES];
-    char douts[DOUT_STAGES][QueryTile::BYTES];
+    char douts[STAGES][QueryTile::BYTES];
     char keys[KeyTile::BYTES];
     char values[KeyTile::BYTES];
-    char dscores[STAGES][ScoreTile::BYTES];
-    char parts[CONSUMERS][PIECE_BYTES];
+    char dscores[STAGES][ROLES ? 16 : ScoreTile::BYTES];
+    char parts[CONSUMERS][ROLES ? 16 : PART_BYTES];
     char grads[CONSUMERS][ROLES ? 16 : GradTile::BYTES];        // on their way; for roles in place of keys and values
     char weights[ROLES ? TILE_K * TILE_Q * 4 : 16];             // from the first role to the second
     float row_lse[STAGES][TILE_Q];
-    float row_delta[DOUT_STAGES][TILE_Q];
+    float row_delta[STAGES][TILE_Q];
     Step steps[STEPS];
     Item items[2];
     uint64 queries_full[STAGES], queries_empty[STAGES];          // q and row_lse
-    uint64 douts_full[DOUT_STAGES], douts_empty[DOUT_STAGES];    // dout and row_delta
+    uint64 douts_full[STAGES], douts_empty[STAGES];    // dout and row_delta
     uint64 keys_full, keys_empty, values_full, values_empty;
     uint64 dscores_full[STAGES], dscores_empty[STAGES];
     uint64 weights_full, weights_empty;
@@ -115,7 +116,7 @@ constexpr int STEPS_FULL = OFFSET_OF(Shared, steps_full), STEPS_EMPTY = OFFSET_O
 constexpr int ITEMS_FULL = OFFSET_OF(Shared, items_full), ITEMS_EMPTY = OFFSET_OF(Shared, items_empty);
 
 // Barriers by number, of consumer 0 and, after it, of consumer 1.
-constexpr int TOKEN = 1;    // has come; of roles, number 1 alone: the first needs the keys no more
+constexpr int TOKEN = 1;    // has come; of roles, the first needs the keys no more, and the second the values
 constexpr int STAGING = 3;  // its dk or dv has left, or lies in shared memory
 
 struct Args {
@@ -203,7 +204,7 @@ __device__ __forceinline__ void plan(const Args& args, const Mask& mask, uint32 
             const uint32 step = step_at(shared, visit);
             auto item = [&] { return load_shared<Item>(item_shared); };
             mbarrier_wait(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)), parity_of<STEPS>(visit) ^ 1);
-            store_shared(step + OFFSET_OF(Step, turn), turn_of(args, mask, item(), place));
+            store_shared(step + OFFSET_OF(Step, turn), ROLES ? 0 : turn_of(args, mask, item(), place));
             const int head = item().key_head * args.group + place.head, row = place.tile * TILE_Q;
             store_shared(step + OFFSET_OF(Step, head), head);
             store_shared(step + OFFSET_OF(Step, place), (item().batch * args.heads + head) * args.query_tiles + place.tile);
@@ -259,7 +260,7 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
         for (int n = 0; n < visits; ++n, ++visit) {
             mbarrier_wait(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)), parity_of<STEPS>(visit));
 
-            const int stage = stage_of(visit), dout_stage = stage_of<DOUT_STAGES>(visit);
+            const int stage = stage_of(visit), dout_stage = stage_of(visit);
             mbarrier_wait(barrier(shared, QUERIES_EMPTY, stage), parity_of(visit) ^ 1);
             load_queries(item_shared, shared + QUERY_START + stage * QueryTile::BYTES, args.q_map,
                          shared + ROW_LSE_START + stage * ROW_BYTES, args.row_lse,
@@ -268,7 +269,7 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
                 mbarrier_wait(barrier(shared, VALUES_EMPTY), number % 2 ^ 1);
                 load_keys(item_shared, shared + VALUE_START, args.v_map, barrier(shared, VALUES_FULL));
             }
-            mbarrier_wait(barrier(shared, DOUTS_EMPTY, dout_stage), parity_of<DOUT_STAGES>(visit) ^ 1);
+            mbarrier_wait(barrier(shared, DOUTS_EMPTY, dout_stage), parity_of(visit) ^ 1);
             load_queries(item_shared, shared + DOUT_START + dout_stage * QueryTile::BYTES, args.dout_map,
                          shared + ROW_DELTA_START + dout_stage * ROW_BYTES, args.row_delta,
                          barrier(shared, DOUTS_FULL, dout_stage));
@@ -284,18 +285,8 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
 // Sends a consumer's parts of dq to global memory, each in its turn. That the sums have arrived is for the fence of a
 // release to see to: copies are done with before other blocks' adds are sure to come after theirs.
 __device__ __forceinline__ void send(const Args& args, uint32 shared, int consumer) {
-    // A part of several pieces takes so long that its turn is handed on beside the first look for the next.
-    constexpr bool LATE = PIECES > 1;
-    const uint32 piece_shared = shared + PART_START + consumer * PIECE_BYTES;
+    const uint32 part_shared = shared + PART_START + consumer * PART_BYTES;
     uint32 visit = 0;
-    char* held = nullptr;  // counter of the last part sent, whose turn is still this block's
-    auto hand_on = [&] {
-        if (held == nullptr) return;
-        cp_async_bulk_wait_group<0>();
-        fence_proxy_async_global();
-        add_release(held, 1);
-        held = nullptr;
-    };
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {
         mbarrier_wait(barrier(shared, ITEMS_FULL, stage_of(number)), parity_of(number));
@@ -308,30 +299,28 @@ __device__ __forceinline__ void send(const Args& args, uint32 shared, int consum
             const Step step = load_shared<Step>(step_at(shared, visit));
             const int64 part = static_cast<int64>(step.place) * CONSUMERS + consumer;
             char* const counter = args.turns + COUNTERS + part * 4;
-            char* const sum = args.dq_sum + part * (PIECES * PIECE_BYTES);
+            char* const sum = args.dq_sum + part * PART_BYTES;
             if (ORDERED) {  // looked for before the part is there: the turn will still be this block's when it is
-                bool come = load_acquire(counter) == step.turn;
-                if (LATE) hand_on();
-                while (!come) come = load_acquire(counter) == step.turn;
+                while (load_acquire(counter) != step.turn) {
+                }
                 fence_proxy_async_global();
             }
-#pragma unroll
-            for (int piece = 0; piece < PIECES; ++piece) {
-                mbarrier_wait(barrier(shared, PARTS_FULL, consumer), (visit * PIECES + piece) % 2);
-                if (piece == 0) mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));
-                if (ORDERED && step.turn == 0) {
-                    cp_async_bulk_store(sum + piece * PIECE_BYTES, piece_shared, PIECE_BYTES);
-                } else {
-                    cp_reduce_async_bulk_add(sum + piece * PIECE_BYTES, piece_shared, PIECE_BYTES);
-                }
-                cp_async_bulk_commit_group();
-                cp_async_bulk_wait_group_read<0>();
-                mbarrier_arrive(barrier(shared, PARTS_EMPTY, consumer));
+            mbarrier_wait(barrier(shared, PARTS_FULL, consumer), visit % 2);
+            mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));
+            if (ORDERED && step.turn == 0) {
+                cp_async_bulk_store(sum, part_shared, PART_BYTES);
+            } else {
+                cp_reduce_async_bulk_add(sum, part_shared, PART_BYTES);
             }
-            if (ORDERED) held = counter;
-            if (!LATE) hand_on();
+            cp_async_bulk_commit_group();
+            cp_async_bulk_wait_group_read<0>();
+            mbarrier_arrive(barrier(shared, PARTS_EMPTY, consumer));
+            if (ORDERED) {
+                cp_async_bulk_wait_group<0>();
+                fence_proxy_async_global();
+                add_release(counter, 1);
+            }
         }
-        hand_on();  // the next item may be long in coming
     }
     cp_async_bulk_wait_group<0>();
 }
@@ -508,7 +497,7 @@ struct Consumer {
         return uniform((shared + DSCORE_START + stage * ScoreTile::BYTES + rows * 128) / 16);
     }
     __device__ __forceinline__ uint32 part_columns() const {
-        const int panel = PARTS_ARE_ROWS ? 0 : index * PIECES;
+        const int panel = PARTS_ARE_ROWS ? 0 : index;
         return uniform((shared + KEY_START + panel * KeyTile::PANEL_BYTES) / 16);
     }
 
@@ -552,24 +541,17 @@ struct Consumer {
         for (int step = 0; step < TILE_Q / 16; ++step) stmatrix_x4_trans(address + step * 16 * 128, dscores[step]);
     }
     __device__ __forceinline__ void show_dscores(int stage) const { show(DSCORES_FULL, stage); }
-    // A piece of a part of dq for who sends it, as it is to lie in global memory. To be shown to it afterwards.
-    __device__ __forceinline__ void store_piece(uint32 visit, const Part& dq, int piece = 0) const {
-        const uint32 place = shared + PART_START + index * PIECE_BYTES + thread_index() % WARPGROUP * 16;
-        wait(PARTS_EMPTY, index, (visit * PIECES + piece) % 2 ^ 1);
+    // A part of dq for who sends it, as it is to lie in global memory. To be shown to it afterwards.
+    __device__ __forceinline__ void store_part(uint32 visit, const Part& dq) const {
+        const uint32 place = shared + PART_START + index * PART_BYTES + thread_index() % WARPGROUP * 16;
+        wait(PARTS_EMPTY, index, visit % 2 ^ 1);
 #pragma unroll
-        for (int block = 0; block < 8; ++block) {
-            const float* x = dq + 32 * piece + 4 * block;
+        for (int block = 0; block < PART_COLUMNS / 8; ++block) {
+            const float* x = dq + 4 * block;
             store_shared(place + block * WARPGROUP * 16, Quad{{x[0], x[1], x[2], x[3]}});
         }
     }
-    __device__ __forceinline__ void show_piece() const { show(PARTS_FULL, index); }
-    __device__ __forceinline__ void send_part(uint32 visit, const Part& dq) const {
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) {
-            store_piece(visit, dq, piece);
-            show_piece();
-        }
-    }
+    __device__ __forceinline__ void show_part() const { show(PARTS_FULL, index); }
 
     // Writes dk or dv of 64 keys, by way of `staging`. Returns whether some number that counts is not finite.
     __device__ __forceinline__ bool store_gradient(const Item& item, uint32 staging, const Gradient& sums,
@@ -729,7 +711,7 @@ __device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, u
             if (n == 0) self.wait(VALUES_FULL, 0, number % 2);
             self.wait(DOUTS_FULL, stage, parity_of(visit));
             multiply_rows(dweights, self.values(), self.douts(stage));
-            if (n > 1) self.show_piece();
+            if (n > 1) self.show_part();
 
             wgmma_wait_group<1>();
             pin(scores);
@@ -757,7 +739,7 @@ __device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, u
             wgmma_wait_group<1>();
             pin(dq);
             self.release(DSCORES_EMPTY, 1 - stage);  // each visit, whatever was read
-            if (n > 0) self.store_piece(visit - 1, dq);
+            if (n > 0) self.store_part(visit - 1, dq);
         }
         if (index == 0) give_token();
         wgmma_wait_group<0>();
@@ -767,12 +749,13 @@ __device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, u
         self.release(QUERIES_EMPTY, stage);
         self.release(DOUTS_EMPTY, stage);
         self.release(VALUES_EMPTY);
-        if (visits > 1) self.show_piece();
+        if (visits > 1) self.show_part();
         self.wait(DSCORES_FULL, stage, parity_of(visit - 1));
         multiply_part(dq, self.part_rows(stage), self.part_columns());
         wgmma_wait_group<0>();
         pin(dq);
-        self.send_part(visit - 1, dq);
+        self.store_part(visit - 1, dq);
+        self.show_part();
         self.release(KEYS_EMPTY);
 
         const Item item = load_shared<Item>(item_at(shared, number));
@@ -784,7 +767,7 @@ __device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, u
     if (self.first_thread()) cp_async_bulk_wait_group_read<0>();  // shared memory goes with the block
 }
 
-// The first role: weights, dv, and half of dq, a visit late.
+// The first role: weights and dv.
 __device__ __forceinline__ void make_weights(const Args& args, const Mask& mask, uint32 shared) {
     const Consumer self(args, mask, shared, 0);
     const Target to_dv = dv_target(args);
@@ -792,7 +775,6 @@ __device__ __forceinline__ void make_weights(const Args& args, const Mask& mask,
     Scores scores;
     Operand weights;
     Gradient dv;
-    Part dq;
 
     uint32 visit = 0;
 #pragma unroll 1
@@ -808,55 +790,44 @@ __device__ __forceinline__ void make_weights(const Args& args, const Mask& mask,
         self.wait(KEYS_FULL, 0, number % 2);
 #pragma unroll 1
         for (int n = 0; n < visits; ++n, ++visit) {
-            const int stage = stage_of(visit), dout_stage = stage_of<DOUT_STAGES>(visit);
+            const int stage = stage_of(visit);
             const uint32 row_lse = shared + ROW_LSE_START + stage * ROW_BYTES;
             self.wait(QUERIES_FULL, stage, parity_of(visit));
-            multiply_rows(scores, self.keys(), self.queries(stage));
             const bool tested = self.tested(visit);
             Columns columns;
             columns.load(row_lse);
+            multiply_rows(scores, self.keys(), self.queries(stage));  // beside the product for dv of the visit before
+            wgmma_wait_group<1>();
+            pin(dv);
+            if (n > 0) self.release(DOUTS_EMPTY, 1 - stage);
             wgmma_wait_group<0>();
             pin(scores);
             self.weigh(scores, columns, row_lse, tested, number, visit, [] {});
-            convert(weights, scores);
             self.wait(WEIGHTS_EMPTY, 0, visit % 2 ^ 1);
 #pragma unroll
             for (int block = 0; block < TILE_Q / 8; ++block) {
                 const float* x = scores + 4 * block;
                 store_shared(place + block * WARPGROUP * 16, Quad{{x[0], x[1], x[2], x[3]}});
             }
+            convert(weights, scores);
             sync_warp();
             self.release(WEIGHTS_FULL);
             self.release(QUERIES_EMPTY, stage);
+            self.release(STEPS_EMPTY, stage_of<STEPS>(visit));
 
-            self.wait(DOUTS_FULL, dout_stage, parity_of<DOUT_STAGES>(visit));
+            self.wait(DOUTS_FULL, stage, parity_of(visit));
             wgmma_fence();
-            multiply_columns(dv, weights, self.douts(dout_stage), n > 0);
+            multiply_columns(dv, weights, self.douts(stage), n > 0);
             wgmma_commit_group();
-            // dq of the visit before, or of what lies there, for nothing.
-            if (n > 0) self.wait(DSCORES_FULL, 1 - stage, parity_of(visit - 1));
-            multiply_part(dq, self.part_rows(1 - stage), self.part_columns());
-            wgmma_wait_group<1>();
-            pin(dv);
-            self.release(DOUTS_EMPTY, dout_stage);
-            wgmma_wait_group<0>();
-            pin(dq);
-            if (n > 0) {
-                self.release(DSCORES_EMPTY, 1 - stage);
-                self.send_part(visit - 1, dq);
-            }
         }
-        const int stage = stage_of(visit - 1);
-        self.wait(DSCORES_FULL, stage, parity_of(visit - 1));
-        multiply_part(dq, self.part_rows(stage), self.part_columns());
         wgmma_wait_group<0>();
-        pin(dq);
-        self.release(DSCORES_EMPTY, stage);
+        pin(dv);
+        self.release(DOUTS_EMPTY, stage_of(visit - 1));
         self.release(KEYS_EMPTY);
         bar_arrive(TOKEN, CONSUMERS * WARPGROUP);
-        self.send_part(visit - 1, dq);
 
-        // The other has written its last ds, so the values have been read.
+        // The other is done with the values when it has written its last ds: when it has come to its end.
+        bar_sync(TOKEN + 1, CONSUMERS * WARPGROUP);
         const Item item = load_shared<Item>(item_at(shared, number));
         const bool lost = self.store_gradient(item, shared + VALUE_START, dv, to_dv);
         self.flush();
@@ -865,7 +836,7 @@ __device__ __forceinline__ void make_weights(const Args& args, const Mask& mask,
     }
 }
 
-// The second role: gradients of scores, dk, and the other half of dq.
+// The second role: gradients of scores, and dk.
 __device__ __forceinline__ void make_dscores(const Args& args, const Mask& mask, uint32 shared) {
     const Consumer self(args, mask, shared, 1);
     const Target to_dk = dk_target(args);
@@ -873,7 +844,6 @@ __device__ __forceinline__ void make_dscores(const Args& args, const Mask& mask,
     Scores weights, dweights;
     Operand dscores;
     Gradient dk;
-    Part dq;
 
     uint32 visit = 0;
 #pragma unroll 1
@@ -889,13 +859,16 @@ __device__ __forceinline__ void make_dscores(const Args& args, const Mask& mask,
         self.wait(VALUES_FULL, 0, number % 2);
 #pragma unroll 1
         for (int n = 0; n < visits; ++n, ++visit) {
-            const int stage = stage_of(visit), dout_stage = stage_of<DOUT_STAGES>(visit);
-            const uint32 row_delta = shared + ROW_DELTA_START + dout_stage * ROW_BYTES;
-            self.wait(DOUTS_FULL, dout_stage, parity_of<DOUT_STAGES>(visit));
-            multiply_rows(dweights, self.values(), self.douts(dout_stage));
+            const int stage = stage_of(visit);
+            const uint32 row_delta = shared + ROW_DELTA_START + stage * ROW_BYTES;
+            self.wait(DOUTS_FULL, stage, parity_of(visit));
             const bool tested = self.tested(visit);
             Columns columns;
             columns.load(row_delta);
+            multiply_rows(dweights, self.values(), self.douts(stage));  // beside the product for dk of the visit before
+            wgmma_wait_group<1>();
+            pin(dk);
+            if (n > 0) self.release(QUERIES_EMPTY, 1 - stage);
             self.wait(WEIGHTS_FULL, 0, visit % 2);
 #pragma unroll
             for (int block = 0; block < TILE_Q / 8; ++block) {
@@ -903,34 +876,27 @@ __device__ __forceinline__ void make_dscores(const Args& args, const Mask& mask,
 #pragma unroll
                 for (int i = 0; i < 4; ++i) weights[4 * block + i] = quad.values[i];
             }
-            self.wait(DSCORES_EMPTY, stage, parity_of(visit) ^ 1);
             wgmma_wait_group<0>();
             pin(dweights);
             differentiate(dweights, weights, columns, row_delta);
             if (tested) hide(dweights, self.shown(number, visit));
             convert(dscores, dweights);
-            self.store_dscores(stage, dscores);
-            self.show_dscores(stage);
+            sync_warp();
             self.release(WEIGHTS_EMPTY);
-            self.release(DOUTS_EMPTY, dout_stage);
+            self.release(DOUTS_EMPTY, stage);
+            self.release(STEPS_EMPTY, stage_of<STEPS>(visit));
 
             self.wait(QUERIES_FULL, stage, parity_of(visit));
             wgmma_fence();
             multiply_columns(dk, dscores, self.queries(stage), n > 0);
             wgmma_commit_group();
-            if (n == 0) self.wait(KEYS_FULL, 0, number % 2);
-            self.wait(DSCORES_FULL, stage, parity_of(visit));  // of all its warps
-            multiply_part(dq, self.part_rows(stage), self.part_columns());
-            wgmma_wait_group<1>();
-            pin(dk);
-            self.release(QUERIES_EMPTY, stage);
-            wgmma_wait_group<0>();
-            pin(dq);
-            self.release(DSCORES_EMPTY, stage);
-            self.send_part(visit, dq);
         }
+        bar_arrive(TOKEN + 1, CONSUMERS * WARPGROUP);  // the values have been read
+        wgmma_wait_group<0>();
+        pin(dk);
+        self.release(QUERIES_EMPTY, stage_of(visit - 1));
         self.release(VALUES_EMPTY);
-        bar_sync(TOKEN, CONSUMERS * WARPGROUP);  // the other has read the keys, too
+        bar_sync(TOKEN, CONSUMERS * WARPGROUP);  // the other has read the keys
 
         const Item item = load_shared<Item>(item_at(shared, number));
         const bool lost = self.store_gradient(item, shared + KEY_START, dk, to_dk);
@@ -952,18 +918,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
         for (int n = 0; n < 2; ++n) {
             mbarrier_init(barrier(shared, QUERIES_FULL, n), 2);  // the tile and its rows' numbers
             mbarrier_init(barrier(shared, QUERIES_EMPTY, n), BOTH);
-            mbarrier_init(barrier(shared, DSCORES_FULL, n), ROLES ? ONE : BOTH);
+            mbarrier_init(barrier(shared, DSCORES_FULL, n), BOTH);
             mbarrier_init(barrier(shared, DSCORES_EMPTY, n), BOTH);
             mbarrier_init(barrier(shared, PARTS_FULL, n), ONE);
             mbarrier_init(barrier(shared, PARTS_EMPTY, n), 1);
             mbarrier_init(barrier(shared, ITEMS_FULL, n), 1);
-            mbarrier_init(barrier(shared, ITEMS_EMPTY, n), BOTH + CONSUMERS + 1);  // and who sends, and who brings
+            mbarrier_init(barrier(shared, ITEMS_EMPTY, n), BOTH + (ROLES ? 0 : CONSUMERS) + 1);  // who sends and brings
         }
         for (int n = 0; n < STEPS; ++n) {
             mbarrier_init(barrier(shared, STEPS_FULL, n), 1);
-            mbarrier_init(barrier(shared, STEPS_EMPTY, n), CONSUMERS);  // sending comes last
+            mbarrier_init(barrier(shared, STEPS_EMPTY, n), ROLES ? BOTH : CONSUMERS);  // sending comes last
         }
-        for (int n = 0; n < DOUT_STAGES; ++n) {
+        for (int n = 0; n < STAGES; ++n) {
             mbarrier_init(barrier(shared, DOUTS_FULL, n), 2);
             mbarrier_init(barrier(shared, DOUTS_EMPTY, n), BOTH);
         }
@@ -981,7 +947,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_bac
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (lane_index() == 0) {
             const int warp = warp_index();
-            if (warp < CONSUMERS) send(args, shared, warp);
+            if (!ROLES && warp < CONSUMERS) send(args, shared, warp);
             if (warp == CONSUMERS) bring(args, shared);
             if (warp == CONSUMERS + 1) plan(args, mask, shared);
         }
