@@ -27,7 +27,7 @@ from cuflash import _plan
 from cuflash._dtypes import ELEMENTS
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-AROUND = ("backward_rows", "backward_finish")  # run with the kernels that they surround
+AROUND = ("backward_rows", "backward_dq_sm90", "backward_finish")  # run with the kernels that they surround
 DONE = "sanitized: "  # begins the line that says what ran
 
 

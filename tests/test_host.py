@@ -189,7 +189,9 @@ def python_backward_kernel(variant, written):
         queries, keys, head_dim, value_dim = (args[n] for n in ("queries", "keys", "head_dim", "value_dim"))
         row_lse, row_delta = rows("row_lse", (heads, padded)), rows("row_delta", (heads, padded))
         turns = memory(args["turns"], (32,), (4,), np.dtype(np.int32))
-        sums = rows("dq_sum", (heads, padded // 64, args["columns"] // 8, 4, 8, 4, 2, 2))
+        # Where the main kernel leaves dq out it has no sum of it: another kernel writes it.
+        summed, alone = args["columns"] > 0, variant.kernel == "backward_dq_sm90"
+        sums = rows("dq_sum", (heads, padded // 64, args["columns"] // 8, 4, 8, 4, 2, 2)) if summed else None
         i, j = np.arange(queries)[:, None], np.arange(keys)
         seen = (j >= i + args["first_shift"]) & (j < i + args["end_shift"])
         assert args["cyclic"] <= seen.all() and args["section"] >= 1
@@ -216,18 +218,22 @@ def python_backward_kernel(variant, written):
                     row_lse[linear, :], row_delta[linear, :] = np.inf, 0
                     row_lse[linear, :queries] = np.where(dead, np.inf, lse * np.log2(np.e))
                     row_delta[linear, :queries] = np.where(dead, 0, delta)
-                elif main:
+                elif main or alone:
                     q, dout, wide_k, wide_v = (x.astype(np.float64) for x in (q, dout, k, v))
                     exponent = args["scale_log2"] * (q @ wide_k.T) - row_lse[linear, :queries, None]
                     p = np.where(seen, np.exp2(exponent), 0)
                     ds = np.where(seen, p * (dout @ wide_v.T - row_delta[linear, :queries, None]), 0)
                     dk += args["scale"] * ds.T @ q
                     dv += p.T @ dout
+                    if alone:
+                        matrix("dq", place, queries, head_dim)[...] = args["scale"] * ds @ wide_k
+                    if not summed:
+                        continue
                     dq = np.zeros((padded, args["columns"]))
                     dq[:queries, :head_dim] = ds @ wide_k
                     blocks = dq.reshape(padded // 64, 4, 2, 8, -1, 4, 2)  # rows: block, half, g; columns: block, t, e
                     sums[linear] = blocks.transpose(0, 4, 1, 3, 5, 2, 6)
-                else:
+                elif summed:
                     dq = sums[linear].transpose(0, 2, 5, 3, 1, 4, 6)
                     dq = dq.reshape(padded, args["columns"])[:queries, :head_dim]
                     matrix("dq", place, queries, head_dim)[...] = args["scale"] * dq
@@ -1125,19 +1131,24 @@ def test_every_plan_of_backward_asks_for_listed_variants(
 ):
     lengths = ((queries, head_dim), (keys, head_dim), (keys, value_dim))
     q, k, v = (np.broadcast_to(np.zeros(1, DTYPES[dtype]), (2, 3, *shape)) for shape in lengths)
-    before, main, behind = planned_backward(q, k, v, limits, engine, causal=causal, window=window).steps
-    for step in (before, main, behind):
+    plan = planned_backward(q, k, v, limits, engine, causal=causal, window=window)
+    before, *alone, main, behind = plan.steps
+    for step in plan.steps:
         assert step.variant in _plan.variants(limits)
-        assert step.shared_bytes <= step.variant.shared_bytes and step.threads == 32 * step.variant.warps
-        assert step.args is before.args and not (step.tensor_maps and step is not main)
+        assert step.shared_bytes == step.variant.shared_bytes and step.threads == 32 * step.variant.warps
+        assert before.args.keys() <= step.args.keys() and not (step.tensor_maps and step in (before, behind))
+        assert step.cooperative == (step is main)
     args, variant = main.args, main.variant
-    assert variant.head_dim >= head_dim and variant.value_dim >= value_dim and args["columns"] == variant.head_dim
-    assert [step.cooperative for step in (before, main, behind)] == [False, True, False]
+    assert variant.head_dim >= head_dim and variant.value_dim >= value_dim and plan.variant == variant
+    assert len(alone) == (plan.engine == "sm90" and variant.head_dim > 128)
+    assert args["columns"] == (0 if alone else variant.head_dim)
+    assert ("dq_sum" in [buffer.name for buffer in plan.buffers]) == (not alone)
     assert main.grid <= min(args["items"], limits.processors * variant.blocks_per_sm)
     section = min(args["section"], args["items"] // args["key_tiles"])
     assert 1 <= section * -(-args["key_tiles"] >> args["passes_log2"]) <= main.grid, "a wave is more than a grid"
     assert args["key_tiles"] * args["tile_k"] >= keys
-    assert behind.grid == 6 * -(-queries // behind.variant.tile_q) + args["items"]
+    assert behind.grid == (0 if alone else 6 * -(-queries // behind.variant.tile_q)) + args["items"]
+    assert all(step.grid == 6 * -(-queries // step.variant.tile_q) for step in alone)
 
 
 def test_more_than_tickets_count_is_refused():

@@ -148,6 +148,11 @@ def in_backward(name, old, new, recipe, check=testing.check_gradient_bound, file
     return Mutation(name, file, old, new, recipe, check, **more)
 
 
+def in_backward_dq(name, old, new, recipe, **more):
+    """A mistake in Hopper's kernel of dq alone."""
+    return in_backward(name, old, new, recipe, file="backward_dq_sm90.cu", engine="sm90", **more)
+
+
 def in_backward_sm90(name, old, new, recipe, **more):
     """A mistake in the main kernel of gradients on Hopper."""
     return in_backward(name, old, new, recipe, file="backward_sm90.cu", engine="sm90", **more)
@@ -561,7 +566,7 @@ MUTATIONS = (
         "parity_of(visit + 1));\n            await_token();", HOPPER_GRADIENT,
     ),
     in_backward_sm90(
-        "parity_of_parts_not_flipped", "wait(PARTS_EMPTY, index, (visit * PIECES + piece) % 2 ^ 1)",
+        "parity_of_parts_not_flipped", "wait(PARTS_EMPTY, index, visit % 2 ^ 1)",
         "wait(PARTS_EMPTY, index, 1)", HOPPER_GRADIENT,
     ),
     in_backward_sm90(
@@ -569,7 +574,7 @@ MUTATIONS = (
         HOPPER_GRADIENT,
     ),
     in_backward_sm90(
-        "part_overwritten_before_it_has_left", "cp_async_bulk_wait_group_read<0>();\n                mbarrier_arrive",
+        "part_overwritten_before_it_has_left", "cp_async_bulk_wait_group_read<0>();\n            mbarrier_arrive",
         "mbarrier_arrive", HOPPER_GRADIENT,
     ),
     in_backward_sm90(
@@ -577,24 +582,20 @@ MUTATIONS = (
         "if (first_thread()) cp_async_bulk_wait_group_read<0>();  // what lay there has left", "", HOPPER_GRADIENT,
     ),
     in_backward_sm90(
-        "late_dq_left_out", "self.send_part(visit - 1, dq);\n        self.release(KEYS_EMPTY);",
-        "self.release(KEYS_EMPTY);", HOPPER_GRADIENT,
+        "late_dq_left_out", "self.store_part(visit - 1, dq);\n        self.show_part();\n", "", HOPPER_GRADIENT,
     ),
     in_backward_sm90("first_token_not_given", "if (index == 1) give_token();", "", HOPPER_GRADIENT),
     # Turns
     in_backward_sm90(
-        "hopper_turn_not_awaited", "while (!come) come = load_acquire(counter) == step.turn;", "", HOPPER_GRADIENT,
-        blocks=2,
+        "hopper_turn_not_awaited", "while (load_acquire(counter) != step.turn) {\n                }", "",
+        HOPPER_GRADIENT, blocks=2,
     ),
     in_backward_sm90(
         "turn_handed_on_before_the_sum_is_there",
-        "cp_async_bulk_wait_group<0>();\n        fence_proxy_async_global();\n        add_release(held, 1);",
-        "add_release(held, 1);", replace(HOPPER_ROUND, heads=4, key_heads=4), blocks=3,
+        "cp_async_bulk_wait_group<0>();\n                fence_proxy_async_global();\n                add_release",
+        "add_release", replace(HOPPER_ROUND, heads=4, key_heads=4), blocks=3,
     ),
-    in_backward_sm90(
-        "turn_of_the_part_before_forgotten", "if (!LATE) hand_on();", "if (!LATE) held = nullptr;",
-        HOPPER_ROUND, blocks=3,
-    ),
+    in_backward_sm90("turn_not_handed_on", "add_release(counter, 1);", "", HOPPER_ROUND, blocks=3),
     # Masks and places
     in_backward_sm90("hopper_gradients_one_query_too_far", "column < end[half]", "column <= end[half]", HOPPER_WINDOW),
     in_backward_sm90("tile_taken_for_seen_whole", "key + ROWS > end_key", "key + ROWS > end_key + 64", HOPPER_GRADIENT),
@@ -603,7 +604,7 @@ MUTATIONS = (
         HOPPER_GRADIENT,
     ),
     in_backward_sm90(
-        "panels_of_dq_swapped", "PARTS_ARE_ROWS ? 0 : index * PIECES", "PARTS_ARE_ROWS ? 0 : (1 - index) * PIECES",
+        "panels_of_dq_swapped", "PARTS_ARE_ROWS ? 0 : index;", "PARTS_ARE_ROWS ? 0 : 1 - index;",
         PANELS,
     ),
     in_backward_sm90(
@@ -616,10 +617,6 @@ MUTATIONS = (
     ),
     in_backward_sm90("weights_not_waited_for", "self.wait(WEIGHTS_FULL, 0, visit % 2);", "", ROLES),
     in_backward_sm90(
-        "ds_of_other_warps_not_waited_for", "self.wait(DSCORES_FULL, stage, parity_of(visit));  // of all its warps",
-        "", ROLES,
-    ),
-    in_backward_sm90(
         "keys_overwritten_under_the_other_product", "bar_sync(TOKEN, CONSUMERS * WARPGROUP);  // the other",
         "bar_sync(TOKEN + 5, WARPGROUP);  // the other", ROLES,
     ),
@@ -628,10 +625,29 @@ MUTATIONS = (
         "        self.release(KEYS_EMPTY);", ROLES,
     ),
     in_backward_sm90(
-        "step_given_away_before_it_is_read",
-        "mbarrier_wait(barrier(shared, PARTS_FULL, consumer), (visit * PIECES + piece) % 2);\n"
-        "                if (piece == 0) mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));",
-        "if (piece == 0) mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));\n"
-        "                mbarrier_wait(barrier(shared, PARTS_FULL, consumer), (visit * PIECES + piece) % 2);", ROLES,
+        "values_overwritten_under_the_other_product", "bar_sync(TOKEN + 1, CONSUMERS * WARPGROUP);\n",
+        "bar_sync(TOKEN + 5, WARPGROUP);\n", ROLES,
     ),
+    in_backward_sm90(
+        "step_given_away_before_it_is_read",
+        "mbarrier_wait(barrier(shared, PARTS_FULL, consumer), visit % 2);\n"
+        "            mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));",
+        "mbarrier_arrive(barrier(shared, STEPS_EMPTY, stage_of<STEPS>(visit)));\n"
+        "            mbarrier_wait(barrier(shared, PARTS_FULL, consumer), visit % 2);", HOPPER_GRADIENT,
+    ),
+    # dq alone
+    in_backward_dq("keys_of_the_wrong_stage", "n > 0 ? 1 - stage : stage, n > 1", "stage, n > 1", ROLES),
+    in_backward_dq(
+        "keys_released_under_dq", "wgmma_wait_group<0>();\n        pin(dq);\n        if (n > 0)",
+        "pin(dq);\n        if (n > 0)", ROLES,
+    ),
+    in_backward_dq(
+        "values_overwritten_under_dp", "mbarrier_wait(barrier(shared, VALUES_EMPTY), n % 2 ^ 1);", "", ROLES,
+    ),
+    in_backward_dq(
+        "q_overwritten_under_scores", "bar_sync(1 + index, WARPGROUP);  // the products", "// the products", ROLES,
+    ),
+    in_backward_dq("dq_not_fenced", "fence_proxy_async();\n                bar_sync", "bar_sync", ROLES),
+    in_backward_dq("last_keys_left_out_of_dq", "(end_key - 1) / TILE_K + 1", "end_key / TILE_K", ROLES),
+    in_backward_dq("rows_of_a_warp_mixed_up", "+ 8 * half + lane_index() / 4;", "+ lane_index() / 4;", ROLES),
 )  # fmt: skip
