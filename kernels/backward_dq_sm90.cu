@@ -205,7 +205,8 @@ struct Consumer {
         }
     }
 
-    // Writes dq by way of shared memory, where q was, and makes again by the careful path what is not finite.
+    // Writes dq by way of shared memory, where q was, whose 16 rows a warp's own products alone have read; and makes again
+    // by the careful path what is not finite.
     __device__ __forceinline__ void store(const Gradient& dq) const {
         const int lane = lane_index(), warp_row = warp_index() % 4 * 16;
         const uint32 staging = shared + index * QueryTile::BYTES;
@@ -223,7 +224,6 @@ struct Consumer {
             }
             lost[0] = !is_finite(zeros[0]), lost[1] = !is_finite(zeros[1]);
         } else {
-            bar_sync(1 + index, WARPGROUP);  // the products of all its warps have read q
             uint32 zeros[2] = {};
 #pragma unroll
             for (int step = 0; step < HEAD_DIM / 16; ++step) {

@@ -27,6 +27,7 @@ CASES = [  # check, dtype, dims, engine, examples: more than 300 for each kernel
     *((check.__name__, dtype, None, "portable", 50) for check in testing.decode_checks for dtype in DTYPES[:2]),
     *(("check_decode_bound", DTYPES[n % 2], dims, "portable", 4) for n, dims in enumerate(DECODE)),
     *(("check_bound", "bfloat16", dims, "sm90", 3) for dims in ((100, 40), (128, 128), (180, 128), (256, 256))),
+    *((check.__name__, dtype, (200, 256), "sm90", 26) for check in testing.gradient_checks for dtype in DTYPES[:2]),
     *(
         case
         for engine in ("portable", "sm90")

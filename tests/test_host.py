@@ -1560,6 +1560,7 @@ def test_merging_does_not_overflow():
 EXAMPLES = [_plan.forward_variant(dtype, mask, 64, 64, HOPPER) for dtype in DTYPES for mask in _masks.MASKS]
 EXAMPLES += [_plan.hopper_variant("float16", mask, 64, 64) for mask in _masks.MASKS]
 EXAMPLES += [_plan.backward_variant("float16", 64, 64, HOPPER), _plan.hopper_backward_variant("float16", 64)]
+EXAMPLES += [_plan.hopper_dq_variant("float16", 256)]
 EXAMPLES += [_plan.rows_variant("float16"), _plan.finish_variant("float16")]
 EXAMPLES += [_plan.decode_variant("float16", 64, HOPPER)]
 EXAMPLES = list(dict.fromkeys(EXAMPLES))  # float32 and float64 have one kernel for all masks

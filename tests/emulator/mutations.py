@@ -644,9 +644,6 @@ MUTATIONS = (
     in_backward_dq(
         "values_overwritten_under_dp", "mbarrier_wait(barrier(shared, VALUES_EMPTY), n % 2 ^ 1);", "", ROLES,
     ),
-    in_backward_dq(
-        "q_overwritten_under_scores", "bar_sync(1 + index, WARPGROUP);  // the products", "// the products", ROLES,
-    ),
     in_backward_dq("dq_not_fenced", "fence_proxy_async();\n                bar_sync", "bar_sync", ROLES),
     in_backward_dq("last_keys_left_out_of_dq", "(end_key - 1) / TILE_K + 1", "end_key / TILE_K", ROLES),
     in_backward_dq("rows_of_a_warp_mixed_up", "+ 8 * half + lane_index() / 4;", "+ lane_index() / 4;", ROLES),
