@@ -14,6 +14,8 @@ import numpy as np
 
 from . import _problem
 
+MOST_KEPT = 64  # arrays of a kind for as many lists of sequences, such as the prompts of a step, each written by itself
+
 
 @dataclass
 class _Sequence:
@@ -100,7 +102,7 @@ class PagedCache:
         self._owners = [0] * pages
         self._sequences = {}
         self._names = itertools.count()
-        self._kept = {}  # name: (of what, arrays made)
+        self._kept = {"lengths": {}, "page_table": {}, "places": {}}  # of what: the array that was made
 
     def __repr__(self):
         used = len(self._owners) - len(self._free)
@@ -164,6 +166,7 @@ class PagedCache:
         pages = old.pages[: self._pages(length)]
         for page in pages:
             self._owners[page] += 1
+        self._changed()
         return self._register(_Sequence(length, length, pages))
 
     def free(self, ids):
@@ -247,12 +250,13 @@ class PagedCache:
         ids = self._distinct(function, ids)
         lead = self._layer(function, layer)
         k, v, count = _problem.cache_rows(function, self._pools, k, v, (*lead, len(ids)), self._key_heads)
-        sequences = [self._sequences[id] for id in ids]
-        for id, sequence in zip(ids, sequences, strict=True):
-            if count > sequence.length:
-                raise ValueError(f"{function}: k has {count} rows, sequence {id} has {sequence.length}; wanted no more")
-        ends = [sequence.length for sequence in sequences]
-        self._make_room(function, sequences, [end - count for end in ends], ends)
+        if (ids, count) not in self._kept["places"]:
+            sequences = [self._sequences[id] for id in ids]
+            ends = [sequence.length for sequence in sequences]
+            for id, end in zip(ids, ends, strict=True):
+                if count > end:
+                    raise ValueError(f"{function}: k has {count} rows, sequence {id} has {end}; wanted no more")
+            self._make_room(function, sequences, [end - count for end in ends], ends)
         self._scatter(ids, k, v, layer)
 
     def read(self, id, *, layer=None):
@@ -453,20 +457,23 @@ class PagedCache:
 
     def _keep(self, name, of, make):
         """What ``make`` made of this the last time, if nothing it says has changed since, on the cache's device."""
-        kept = self._kept.get(name)
-        if kept is None or kept[0] != of:
+        kept = self._kept[name]
+        if of not in kept:
+            if len(kept) == MOST_KEPT:
+                kept.clear()
             made = make()
             if self._xp is np:
                 made.flags.writeable = False
             else:
                 with self._device():
                     made = self._xp.asarray(made)
-            kept = self._kept[name] = of, made
-        return kept[1]
+            kept[of] = made
+        return kept[of]
 
     def _changed(self, *names):
+        """Forget what no longer holds; places always, which are kept while their pages have one owner."""
         for name in (*names, "places"):
-            self._kept.pop(name, None)
+            self._kept[name].clear()
 
     def _device(self):
         return nullcontext() if self._xp is np else self._xp.cuda.Device(self.k.data.device_id)

@@ -600,7 +600,7 @@ def cache_ids(function, ids):
     if isinstance(ids, numbers.Integral):
         return (int(ids),)
     listed = isinstance(ids, (list, tuple, range)) or isinstance(ids, np.ndarray) and ids.ndim == 1
-    if not listed or not all(isinstance(id, numbers.Integral) for id in ids):
+    if not listed or not all(type(id) is int or isinstance(id, numbers.Integral) for id in ids):
         raise TypeError(f"{function}: ids is {ids!r}; wanted an integer or a list of integers")
     return tuple(map(int, ids))
 
