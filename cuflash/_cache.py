@@ -140,7 +140,11 @@ class PagedCache:
         new.length = count
         id = self._register(new)
         if count:
-            self._scatter((id,), *(x[..., None, :, :, :] for x in (k, v)), None)
+            try:
+                self._scatter((id,), *(x[..., None, :, :, :] for x in (k, v)), None)
+            except MemoryError:  # the device's, for indices or a contiguous copy
+                self.free(id)
+                raise
         return id
 
     def fork(self, id, length=None):
@@ -195,7 +199,11 @@ class PagedCache:
         k, v, count = _problem.cache_rows(function, self._pools, k, v, (*self._lead, len(ids)), self._key_heads)
         self._extend(function, ids, [count] * len(ids))
         self._advance(ids, [count] * len(ids))
-        self._scatter(ids, k, v, None)
+        try:
+            self._scatter(ids, k, v, None)
+        except MemoryError:  # the device's: the rows stay reserved
+            self._advance(ids, [-count] * len(ids))
+            raise
 
     def reserve(self, ids, count):
         """Make room for rows that are written by others: page tables then name their pages, lengths stay.
@@ -352,20 +360,19 @@ class PagedCache:
         wanted = len(shared) + sum(missing)
         if wanted > len(self._free):
             raise MemoryError(f"{function}: {len(self._free)} of {len(self._owners)} pages are free; wanted {wanted}")
-        if wanted:
-            self._changed("page_table")
-        for sequence, count in zip(sequences, missing, strict=True):
-            sequence.pages.extend(self._take(count))
-        if shared:
-            copies = self._take(len(shared))
+        if shared:  # before anything is changed, since a device may run out of memory here
             with self._device():
                 old = self._xp.asarray([sequence.pages[n] for sequence, n in shared])
-                new = self._xp.asarray(copies)
+                new = self._xp.asarray(self._free[: -len(shared) - 1 : -1])
                 for pool in self._pools:
                     pool[..., new, :, :, :] = pool[..., old, :, :, :]
-            for (sequence, n), page in zip(shared, copies, strict=True):
-                self._disown(sequence.pages[n])
-                sequence.pages[n] = page
+        if wanted:
+            self._changed("page_table")
+        for (sequence, n), page in zip(shared, self._take(len(shared)), strict=True):
+            self._disown(sequence.pages[n])
+            sequence.pages[n] = page
+        for sequence, count in zip(sequences, missing, strict=True):
+            sequence.pages.extend(self._take(count))
         for sequence, end in zip(sequences, ends, strict=True):
             sequence.room = max(sequence.room, end)
 

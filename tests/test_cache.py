@@ -275,6 +275,21 @@ def test_without_pages_nothing_changes(engine):
     assert cache.free_pages == 0
 
 
+def test_a_device_without_memory_leaves_every_sequence_as_it_was(engine, monkeypatch):
+    cache, (first,) = filled(engine, [3])
+    before = contents(cache, [first])
+
+    def full(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(cache, "_places", full)
+    for call in (lambda: cache.add(*rows(engine, 2, 5)), lambda: cache.append([first], *rows(engine, 1, 2, 2))):
+        with pytest.raises(MemoryError):
+            call()
+        assert contents(cache, [first]) == before and repr(cache).count("1 sequences")
+    assert cache.free_pages == 14  # the page for the rows of append is kept for them
+
+
 def test_room_is_used_once(engine):
     cache, (first,) = filled(engine, [3])
     cache.reserve(first, 5)
