@@ -56,7 +56,9 @@ class PagedCache:
     v : array, shape (pages, key_heads, page_size, value_dim)
         All values, likewise.
     page_size : int
+        Keys of a page.
     free_pages : int
+        Pages that no sequence owns.
 
     Notes
     -----
@@ -65,7 +67,7 @@ class PagedCache:
 
     On a GPU no function waits for it. All work goes to the current stream of the cache's device, in the order of the
     calls; who uses several streams lets them wait for each other, as for any array. What `lengths`, `page_table` and
-    `tables` return is kept until something changes, and must not be written.
+    `tables` return is kept until something changes, and must not be written. One thread at a time.
 
     References
     ----------

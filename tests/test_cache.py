@@ -119,13 +119,14 @@ class Machine(RuleBasedStateMachine):
         if fork:  # between room and rows: the fork must not see what is written
             self.model[self.cache.fork(ids[0])] = [x.copy() for x in self.model[ids[0]]]
         rows = self.rows(len(ids), KEY_HEADS, count)
+        given = self.given(rows)
         for b, id in enumerate(ids):
             length = self.model[id][0].shape[-2]
             assert tables["lengths"][b] == length
             assert fork or self.owned(id, length, length + count)
             for i in range(count):
                 n, slot = divmod(length + i, self.cache.page_size)
-                for pool, x in zip((self.cache.k, self.cache.v), self.given(rows), strict=True):
+                for pool, x in zip((self.cache.k, self.cache.v), given, strict=True):
                     pool[..., tables["page_table"][b, n], :, slot, :] = x[..., b, :, i, :]
         kept = [min(share + n, count) for n in range(len(ids))]
         self.cache.advance(ids, kept)
@@ -444,6 +445,31 @@ def test_the_stream_of_the_caller_is_used(engine):
         found = decoded()
     stream.synchronize()
     assert np.array_equal(reference.host(found), reference.host(wanted))
+
+
+def test_a_captured_graph_follows_the_tables(engine):
+    if engine.name == "numpy":
+        pytest.skip("needs CUDA graphs")
+    stream = engine.xp.cuda.Stream(non_blocking=True)
+    engine.xp.cuda.Device().synchronize()
+    with stream:
+        cache, ids = filled(engine, [3, 9])
+        q = rows(engine, 3, 2, 1)[0]
+        tables = {"lengths": engine.xp.zeros(3, np.int32), "page_table": engine.xp.zeros((3, 8), np.int32)}
+        cuflash.decode(q, cache.k, cache.v, **tables, splits=2)
+        stream.begin_capture()
+        out = cuflash.decode(q, cache.k, cache.v, **tables, splits=2)
+        graph = stream.end_capture()
+        for _ in range(3):
+            cache.append(ids, *rows(engine, len(ids), 2, 5))
+            ids = [ids[1], cache.fork(ids[0], 4), ids[0]]
+            cache.tables(ids, tables)
+            graph.launch(stream)
+            dense = [cache.read(id) for id in ids]
+            for b, (k, v) in enumerate(dense):
+                alone = cuflash.decode(q[b : b + 1], k[None], v[None])
+                np.testing.assert_allclose(reference.host(out[b]), reference.host(alone[0]), atol=4e-3)
+            ids = ids[:2]
 
 
 def test_what_the_docstring_shows_is_true(engine):
