@@ -565,3 +565,70 @@ def merge(outs, lses):
     if library(outs[0]) == "numpy":  # a subclass may have products of its own
         outs, lses = ([np.asarray(x) for x in parts] for parts in (outs, lses))
     return outs, lses
+
+
+# PagedCache -----------------------------------------------------------------------------------------------------
+
+
+def pool(sizes, layers, dtype, xp):
+    """Validate the sizes of a `PagedCache`: its element type."""
+    for name, size in sizes.items():
+        whole("PagedCache", name, size, 0 if name == "value_dim" else 1)
+    if layers is not None:
+        whole("PagedCache", "layers", layers, 1)
+    if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
+        raise TypeError(f"PagedCache: xp is {xp!r}; wanted the module numpy or cupy")
+    try:
+        found = ELEMENTS.get(dtype if isinstance(dtype, str) else np.dtype(dtype).name)
+    except TypeError:
+        found = None
+    if found is None:
+        raise TypeError(f"PagedCache: dtype is {dtype!r}; wanted one of {', '.join(ELEMENTS)}")
+    return found.dtype
+
+
+def whole(function, name, value, least):
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{function}: {name} is {value!r}; wanted an integer")
+    if value < least:
+        raise ValueError(f"{function}: {name} is {value}; wanted {least} or more")
+    return int(value)
+
+
+def cache_ids(function, ids):
+    """The numbers of some sequences; one number stands for itself."""
+    if isinstance(ids, numbers.Integral):
+        return (int(ids),)
+    listed = isinstance(ids, (list, tuple, range)) or isinstance(ids, np.ndarray) and ids.ndim == 1
+    if not listed or not all(type(id) is int or isinstance(id, numbers.Integral) for id in ids):
+        raise TypeError(f"{function}: ids is {ids!r}; wanted an integer or a list of integers")
+    return tuple(map(int, ids))
+
+
+def cache_counts(function, count, ids):
+    """A number of rows for each of some sequences, given once or for each."""
+    if not isinstance(count, (list, tuple)) and not (isinstance(count, np.ndarray) and count.ndim == 1):
+        return [whole(function, "count", count, 0)] * len(ids)
+    if len(count) != len(ids):
+        raise ValueError(f"{function}: count has {len(count)} entries, ids has {len(ids)}; they must be equal")
+    return [whole(function, f"count[{n}]", one, 0) for n, one in enumerate(count)]
+
+
+def cache_rows(function, pools, k, v, lead, heads):
+    """Validate rows that go into the pools of a cache: arrays of shape ``(*lead, heads, rows, dim)``."""
+    named = {name: adopt(function, name, x) for name, x in (("k", k), ("v", v))}
+    _common_library(function, named | {"the cache": pools[0]})
+    count = named["k"].shape[-2] if named["k"].ndim > 1 else 0
+    for (name, array), pool in zip(named.items(), pools, strict=True):
+        _expect(function, name, array, (*lead, heads, count, pool.shape[-1]), pool.dtype)
+    return *named.values(), count
+
+
+def cache_table(function, name, array, like, least):
+    """Validate an array of integers that lengths or a page table are written to: at least so large."""
+    if library(array) != library(like):
+        raise TypeError(f"{function}: out[{name!r}] is a {type(array).__name__}; wanted a {library(like)} array")
+    if array.dtype != np.int32:
+        raise TypeError(f"{function}: out[{name!r}] has dtype {array.dtype}; wanted int32")
+    if array.ndim != len(least) or any(have < want for have, want in zip(array.shape, least, strict=True)):
+        raise ValueError(f"{function}: out[{name!r}] has shape {array.shape}; wanted at least {least}")
