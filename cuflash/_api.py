@@ -181,8 +181,9 @@ def vjp(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, eng
 
 
 def decode(
-    q, k_cache, v_cache, *, lengths=None, page_table=None, scale=None, causal=True, window=None, splits=None,
-    batch_invariant=False, return_lse=False, out=None, engine=None,
+    q, k_cache, v_cache, *, lengths=None, page_table=None, k_new=None, v_new=None, rotary=None,
+    rotary_interleaved=False, overflow=None, scale=None, causal=True, window=None, splits=None, batch_invariant=False,
+    return_lse=False, out=None, engine=None,
 ):  # fmt: skip
     """Attention of each sequence's newest rows against its cache. On a GPU for float16 and bfloat16.
 
@@ -246,8 +247,8 @@ def decode(
            [0., 0., 0., 0.]], dtype=float32)
     """
     return _launch.decode(
-        q, k_cache, v_cache, lengths, page_table, scale, causal, window, splits, batch_invariant, return_lse, out,
-        engine,
+        q, k_cache, v_cache, lengths, page_table, k_new, v_new, rotary, rotary_interleaved, overflow, scale, causal,
+        window, splits, batch_invariant, return_lse, out, engine,
     )  # fmt: skip
 
 
