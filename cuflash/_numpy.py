@@ -70,7 +70,6 @@ def append(problem, q, k, v, lengths, page_table, k_new, v_new, cos, sin, overfl
         return q, lengths
     size, queries = max(k.shape[2], 1), problem.queries
     totals = np.full(len(q), problem.keys) if lengths is None else lengths.astype(np.int64) + problem.appended
-    totals = totals if problem.appended else totals.clip(0, problem.keys)
     q = q if cos is None else q.copy()
     for b, total in enumerate(totals.tolist()):
         first = total - queries

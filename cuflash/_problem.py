@@ -527,7 +527,8 @@ def decode(
     if angles:
         _check_angles(angles, q)
     if found == "numpy" and lengths is not None:
-        _check_tables(lengths, page_table, capacity, k_cache.shape[0], sizes["keys"], bool(new))
+        appended = sizes["queries"] if new else 0
+        _check_tables(lengths, page_table, capacity, k_cache.shape[0], sizes["keys"], appended)
     read = {"q": q} | tables | new | angles
     written = _check_written(read, k_cache, v_cache, overflow) if new else {}
     if overflow is not None and not new:
@@ -612,14 +613,14 @@ def _check_written(read, k_cache, v_cache, overflow):
     return written
 
 
-def _check_tables(lengths, page_table, capacity, pages, page_size, appending):
+def _check_tables(lengths, page_table, capacity, pages, page_size, appended):
     """Values of lengths and page_table, where the host can read them.
 
     A length that leaves no room for an append is no mistake: it is what ``overflow`` tells.
     """
     for b, length in enumerate(lengths.tolist()):
-        if not 0 <= length <= capacity:
-            if appending:
+        if not 0 <= length <= capacity - appended:
+            if appended:
                 continue
             raise ValueError(f"decode: lengths[{b}] is {length}; wanted 0 to {capacity}, what the cache can hold")
         if page_table is None:
