@@ -494,7 +494,7 @@ MOST_WAVES = 16  # so long as the blocks are no more, for those of short sequenc
 
 
 def _portable_decode(problem, limits, reason):
-    """One launch, or several where blocks are too many; see the head of ``kernels/decode.cu``. The append comes before."""
+    """One launch, or several where blocks are too many, after those of `_append`; see ``kernels/decode.cu``."""
     rows, element = problem.queries * problem.group, ELEMENTS[problem.dtype]
     dim, _ = decode_dims(problem.head_dim, problem.value_dim)
     variant = decode_variant(problem.dtype, dim, limits, rows)
@@ -577,7 +577,7 @@ def _portable_decode(problem, limits, reason):
 
 
 def _paging(problem):
-    """Where lengths, page table and keys lie, as the kernels' arguments have it, and tables to be converted, by name."""
+    """Arguments that say where lengths, page table and pages lie; and the tables to be converted, by name."""
     pages, _, page_size, _ = problem.k.shape
     page_size = max(page_size, 1)
     shift = (page_size - 1).bit_length()

@@ -520,7 +520,7 @@ def decode(
     if lengths is not None and lengths.shape != (sequences,):
         raise ValueError(f"decode: lengths has shape {lengths.shape}; wanted ({sequences},)")
     if new and lengths is None:
-        raise ValueError("decode: lengths is None, k_new is given; wanted the length of each sequence before the append")
+        raise ValueError("decode: lengths is None, k_new is given; wanted the length of each sequence without it")
     for name, like in (("k_new", k_cache), ("v_new", v_cache)) if new else ():
         shape = (sequences, sizes["key_heads"], sizes["queries"], like.shape[-1])
         _expect("decode", name, new[name], shape, q.dtype)

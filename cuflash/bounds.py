@@ -33,11 +33,10 @@ of which Cauchy and Schwarz make matrix products: ``sum T |v - out| <= sqrt(sum 
 Where keys are shared among parts that are added at the end, as `decode` does, each addition is a rescale more, and its
 argument another lag at most beyond the distance.
 
-**Rotation.** What `decode` rotates, ``x c - y s``, takes two roundings of its products and one of their difference, and
-then one to the format it is kept in, ``u_f``, in which it may underflow: it errs by ``e = gamma(2 u) (|x c| + |y s|) + u_f
-|x c - y s|`` and what underflow costs. A rotated q meets keys, of which the new ones are rotated: a product moves by
-``e_q |k| + |q| e_k + e_q e_k``, which adds to the error of its score. The bound is infinite where a rotated number leaves
-the format.
+**Rotation.** What `decode` rotates, ``x c - y s``, takes a rounding of each product, one of their difference, and one
+of ``u_f`` to the format it is kept in, where it may underflow: it errs by ``gamma(2 u) (|x c| + |y s|)``, and then by u_f
+of itself, together e. A product of a rotated q and a key, rotated or not, moves by ``e_q |k| + |q| e_k + e_q e_k``, which
+adds to the error of its score. The bound is infinite where a rotated number leaves the format.
 
 **Sums.** Where weights meet v in 16 bits, each errs by ``u_p`` of itself, and in float16 by 2^-25 of the row's
 reference if it underflows. Summing n products errs by ``gamma(n u + R_j u)``, summing the weights themselves by the
@@ -70,9 +69,7 @@ from functools import partial
 
 import numpy as np
 
-from .reference import (
-    Heads, double, pair_columns, product, rotate, scores, sequences, softmax, visible, weighted,
-)  # fmt: skip
+from .reference import Heads, double, pair_columns, product, rotate, scores, sequences, softmax, visible, weighted
 
 LAG = 8 * math.log(2)  # of the kernels' softmax
 MOST = 600.0  # of an exponent's error: it is hopeless, but must not overflow

@@ -239,8 +239,8 @@ class CacheRecipe:
     rotary_interleaved, causal, window, scale, splits, batch_invariant
         Keywords of `cuflash.decode`.
     q, k, v, rows : str
-        How each lies in memory, as in `Recipe`; ``rows`` both of k_new and v_new. What no sequence owns holds NaN: keys
-        beyond a length, a page that is nobody's. So do entries of the page table that nothing needs: numbers of no page.
+        How each lies in memory, as in `Recipe`; ``rows`` both k_new and v_new. What no sequence owns holds NaN: keys
+        beyond a length, a page that is nobody's. Entries of the page table that nothing needs are numbers of no page.
     integers, angles : str
         dtype of lengths and page table; of cos and sin.
     seed : int
@@ -890,7 +890,7 @@ def _assert_same_bits(name, one, other):
 
 
 def check_decode_overflow(decode, recipe, xp=np, path=None):
-    """A sequence whose new keys do not fit is NaN and told so; its cache and all of the others are as they should be."""
+    """Where new keys do not fit, ``overflow`` says so, out and lse are NaN, and neither caches nor the others change."""
     recipe = replace(recipe, append=True)
     if not (recipe.queries and recipe.lengths):
         return
