@@ -636,7 +636,7 @@ def _append(problem, q, paging):
     buffers = (Buffer("totals", (sequences, 1), "int32", (0,)),)
     if problem.cos:
         positions, half = problem.cos.shape
-        args |= {"half": half if positions else 0, "positions": min(positions, LARGEST_GRID)}
+        args |= {"half": half if positions else 0, "positions": min(positions, LONGEST)}
         args["wide"] = int(problem.cos.dtype == "float32")
         for table in (problem.cos, problem.sin):
             args |= dict(zip((f"{table.name}_step", f"{table.name}_column"), table.strides, strict=True))

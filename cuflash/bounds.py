@@ -34,9 +34,9 @@ Where keys are shared among parts that are added at the end, as `decode` does, e
 argument another lag at most beyond the distance.
 
 **Rotation.** What `decode` rotates, ``x c - y s``, takes a rounding of each product, one of their difference, and one
-of ``u_f`` to the format it is kept in, where it may underflow: it errs by ``gamma(2 u) (|x c| + |y s|)``, and then by u_f
-of itself, together e. A product of a rotated q and a key, rotated or not, moves by ``e_q |k| + |q| e_k + e_q e_k``, which
-adds to the error of its score. The bound is infinite where a rotated number leaves the format.
+of ``u_f`` to the format it is kept in, where it may underflow: it errs by ``gamma(2 u) (|x c| + |y s|)``, and then by
+u_f of itself, together e. A product of a rotated q and a key, rotated or not, moves by ``e_q |k| + |q| e_k + e_q e_k``,
+which adds to the error of its score. The bound is infinite where a rotated number leaves the format.
 
 **Sums.** Where weights meet v in 16 bits, each errs by ``u_p`` of itself, and in float16 by 2^-25 of the row's
 reference if it underflows. Summing n products errs by ``gamma(n u + R_j u)``, summing the weights themselves by the

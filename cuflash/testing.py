@@ -235,7 +235,7 @@ class CacheRecipe:
     dtype : str
         Of q and the caches.
     rotary : int
-        Pairs of columns that are rotated, by `angles`.
+        Pairs of columns that are rotated, or all that ``head_dim`` has if these are fewer.
     rotary_interleaved, causal, window, scale, splits, batch_invariant
         Keywords of `cuflash.decode`.
     q, k, v, rows : str
@@ -298,6 +298,11 @@ class CacheRecipe:
         return tuple(length + self.append * self.queries for length in self.lengths)
 
     @property
+    def pairs(self):
+        """Pairs of columns that are rotated."""
+        return min(self.rotary, self.head_dim // 2)
+
+    @property
     def capacity(self):
         """Keys that a sequence has room for."""
         most, size = max(self.totals, default=0) + self.spare, self.page_size or 1
@@ -351,7 +356,7 @@ class CacheRecipe:
                 parts = np.array(parts, cache.dtype).reshape(len(parts), cache.shape[1], self.queries, cache.shape[3])
                 keywords[name] = lay_out(parts, self.rows, xp)
         if self.rotary:
-            angles = np.arange(self.capacity)[:, None] * 1e4 ** -(np.arange(self.rotary) / self.rotary)
+            angles = np.arange(self.capacity)[:, None] * 1e4 ** -(np.arange(self.pairs) / max(self.pairs, 1))
             tables = (f(angles).astype(ELEMENTS[self.angles].dtype) for f in (np.cos, np.sin))
             keywords |= {"rotary": tuple(map(xp.asarray, tables)), "rotary_interleaved": self.rotary_interleaved}
         return keywords
@@ -406,7 +411,7 @@ def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), max_length=160, max_
     splits, batch_invariant = choose(((None, False), (1, False), (2, False), (5, False), (64, False), (None, True)))
     heads, key_heads = choose((*HEADS, (8, 1), (20, 2)))
     append = choose((False, True))
-    rotary = choose((0, choose((head_dim // 2, 1, head_dim // 4)))) if head_dim > 1 else 0
+    rotary = choose((0, choose((head_dim // 2, 1, head_dim // 4))))
     dtype = choose(dtypes)
     return CacheRecipe(
         lengths=lengths,
@@ -890,7 +895,7 @@ def _assert_same_bits(name, one, other):
 
 
 def check_decode_overflow(decode, recipe, xp=np, path=None):
-    """Where new keys do not fit, ``overflow`` says so, out and lse are NaN, and neither caches nor the others change."""
+    """Where new keys do not fit, ``overflow`` says so, out and lse are NaN, and neither cache nor others change."""
     recipe = replace(recipe, append=True)
     if not (recipe.queries and recipe.lengths):
         return

@@ -771,7 +771,10 @@ DECODE = [
         "overflow has dtype float64; wanted int32",
     ),
     (CACHED, APPEND, ValueError, "v_cache shares memory with k_cache; wanted memory of its own"),
-    ([CACHE[:, :, :1], CACHE, x(3, 2, 6, 8)], APPEND, ValueError, "k_cache shares memory with q; wanted memory of its own"),
+    (
+        [CACHE[:, :, :1], CACHE, x(3, 2, 6, 8)], APPEND, ValueError,
+        "k_cache shares memory with q; wanted memory of its own",
+    ),
     (
         [Q, CACHE, x(3, 2, 6, 8)], APPEND | words(v_new=CACHE[:, :, 5:]), ValueError,
         "k_cache shares memory with v_new; wanted memory of its own",

@@ -267,8 +267,8 @@ MUTATIONS = (
                 ROTARY, testing.check_decode_append,
             ),
             (
-                "a_column_left_behind_the_pairs", "2 * args.half, args.head_dim);", "2 * args.half + 1, args.head_dim);",
-                ROTARY, testing.check_decode_append,
+                "a_column_left_behind_the_pairs", "2 * args.half, args.head_dim);",
+                "2 * args.half + 1, args.head_dim);", ROTARY, testing.check_decode_append,
             ),
         )
     ),
