@@ -483,18 +483,14 @@ class _GpuAppend(_Gpu):
 
     def __init__(self, problem, plan, backend):
         super().__init__(problem, plan, APPEND_POINTERS, backend)
-        buffers = {buffer.name: buffer for buffer in plan.buffers}
-        self.totals = _Allocation(buffers["totals"])
-        self.rotated = _Allocation(buffers["rotated"]) if "rotated" in buffers else None
+        self.made = {x.name: _Allocation(x) for x in plan.buffers if x.name in ("totals", "rotated")}
 
     def _run(self, held):
-        """Launch on arrays by name; what takes the place of lengths and q."""
-        made = {"totals": self.totals(self.empty)}
-        if self.rotated is not None:
-            made["rotated"] = self.rotated(self.empty)
+        """Launch on arrays by name; what it has made."""
+        made = {name: allocation(self.empty) for name, allocation in self.made.items()}
         held = held | made
         self._launch([0 if (x := held.get(name)) is None else x.data.ptr for name in self.names])
-        return {"lengths": made["totals"], "q": made.get("rotated", held["q"])}
+        return made
 
 
 class _GpuDecode(_Gpu):
@@ -507,6 +503,10 @@ class _GpuDecode(_Gpu):
         self.return_lse = problem.return_lse
         self.out, self.lse = map(_Allocation, plan.buffers[:2])
         buffers = {buffer.name: buffer for buffer in plan.buffers}
+        stands = {name: made for name, made in (("lengths", "totals"), ("q", "rotated")) if made in buffers}
+        self.read = [stands.get(name, name) for name in self.names[:-1]]  # the last are counters
+        self.early = tuple(name for name in self.copies if name not in ("k", "v"))
+        self.late = tuple(name for name in self.copies if name in ("k", "v"))  # with what an append has written
         self.parts, self.splits = None, 0
         if "parts" in buffers:
             self.parts, self.splits = _Allocation(buffers["parts"]), math.prod(buffers["arrived"].shape)
@@ -520,22 +520,21 @@ class _GpuDecode(_Gpu):
         return (result, lse) if self.return_lse else result
 
     def _decode(self, given):
-        """Launch on arrays by name. Caches are copied, where they have to be, with what is new in them."""
-        first, counters = {}, 0
-        for name in self.copies.keys() - {"k", "v"}:
-            first[name] = self._laid_out(name, given[name])
-        made = self.append._run(given | first) if self.append else {}
-        for name in self.copies.keys() & {"k", "v"}:
-            made[name] = self._laid_out(name, given[name])
+        """Launch on arrays by name."""
+        held, counters = given.copy(), 0
+        for name in self.early:
+            held[name] = self._laid_out(name, given[name])
+        if self.append:
+            held |= self.append._run(held)
+        for name in self.late:
+            held[name] = self._laid_out(name, given[name])
         if self.parts is not None:
-            made["parts"], counters = self.parts(self.empty), self.backend.counters(self.device, self.splits)
-        held = given | first | made
-        pointers = [0 if (x := held.get(name)) is None else x.data.ptr for name in self.names[:-1]]
-        self._launch([*pointers, counters])
-        if "out" in first:
-            given["out"][...] = first["out"][..., : given["out"].shape[-1]]
-        if (first or made) and self.backend.is_capturing():
-            _kept.append((first, made))
+            held["parts"], counters = self.parts(self.empty), self.backend.counters(self.device, self.splits)
+        self._launch([*(0 if (x := held.get(name)) is None else x.data.ptr for name in self.read), counters])
+        if "out" in self.copies:
+            given["out"][...] = held["out"][..., : given["out"].shape[-1]]
+        if (self.copies or len(held) > len(given)) and self.backend.is_capturing():
+            _kept.append([x for name, x in held.items() if x is not given.get(name)])
 
     def _laid_out(self, name, array):
         """What stands for an operand that a kernel cannot address."""
@@ -557,8 +556,8 @@ def decode(
     }  # fmt: skip
     arrays = [x for x in (*given.values(), out) if x is not None]
     kind = (
-        "decode", *(x is None for x in given.values()), out is None, bool(rotary_interleaved), return_lse, splits,
-        type(splits), bool(batch_invariant),
+        "decode", lengths is None, page_table is None, k_new is None, cos is None, overflow is None, out is None,
+        bool(rotary_interleaved), return_lse, splits, type(splits), bool(batch_invariant),
     )  # fmt: skip
     key, call = _prepared(arrays, kind, scale, causal, window, engine)
     if call is not None:
@@ -566,19 +565,17 @@ def decode(
             read = {_DECODE_NAMES.get(name, name): x for name, x in given.items() if x is not None}
             written = () if k_new is None else ("k_cache", "v_cache", "overflow")
             written = {name: read.pop(name) for name in written if name in read}
-            _problem.check_overlaps("decode", written | ({} if out is None else {"out": out}), read)
+            _problem.check_overlaps("decode", written if out is None else written | {"out": out}, read)
         return call(given, out)
-    given = {
-        name: x if x is None else _problem.adopt("decode", _DECODE_NAMES.get(name, name), x)
-        for name, x in given.items()
-    }
+    for name, x in given.items():
+        given[name] = x if x is None else _problem.adopt("decode", _DECODE_NAMES.get(name, name), x)
     out = out if out is None else _problem.adopt("decode", "out", out)
-    named = {_DECODE_NAMES.get(name, name): x for name, x in given.items()}
-    rotary = rotary if rotary is None else tuple(named.pop(name) for name in _problem.ROTARY)
+    named = {{"k": "k_cache", "v": "v_cache"}.get(name, name): x for name, x in given.items()}
+    cos, sin = named.pop("cos"), named.pop("sin")
     problem = _problem.decode(
-        **{name: x for name, x in named.items() if name not in _problem.ROTARY}, rotary=rotary,
-        rotary_interleaved=rotary_interleaved, scale=scale, causal=causal, window=window, splits=splits,
-        batch_invariant=batch_invariant, return_lse=return_lse, out=out, engine=engine,
+        **named, rotary=None if rotary is None else (cos, sin), rotary_interleaved=rotary_interleaved, scale=scale,
+        causal=causal, window=window, splits=splits, batch_invariant=batch_invariant, return_lse=return_lse, out=out,
+        engine=engine,
     )  # fmt: skip
     plan = make_plan(problem)
     call = (_NumpyDecode if plan.engine == "numpy" else _GpuDecode)(problem, plan)

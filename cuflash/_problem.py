@@ -9,6 +9,7 @@ import math
 import numbers
 import sys
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -247,13 +248,18 @@ def _pointer(array):
 
 def _extent(array):
     """First address of an array's elements and the one after the last."""
-    start = end = _pointer(array)
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        if stride > 0:
-            end += (length - 1) * stride
-        else:
-            start += (length - 1) * stride
-    return (start, end + array.itemsize) if array.size else (0, 0)
+    before, behind = _reach(array.shape, array.strides, array.itemsize)
+    pointer = _pointer(array)
+    return (pointer - before, pointer + behind) if behind else (0, 0)
+
+
+@lru_cache(maxsize=1024)  # a call that is prepared asks for the same ones again
+def _reach(shape, strides, itemsize):
+    """Bytes of an array before its first element, and from there to its end; 0 for an empty one."""
+    if 0 in shape:
+        return 0, 0
+    steps = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+    return -sum(step for step in steps if step < 0), sum(step for step in steps if step > 0) + itemsize
 
 
 class _Address:
