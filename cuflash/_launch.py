@@ -521,20 +521,21 @@ class _GpuDecode(_Gpu):
 
     def _decode(self, given):
         """Launch on arrays by name."""
-        held, counters = given.copy(), 0
+        made, counters = {}, 0
         for name in self.early:
-            held[name] = self._laid_out(name, given[name])
+            made[name] = self._laid_out(name, given[name])
         if self.append:
-            held |= self.append._run(held)
+            made |= self.append._run(given | made)
         for name in self.late:
-            held[name] = self._laid_out(name, given[name])
+            made[name] = self._laid_out(name, given[name])
         if self.parts is not None:
-            held["parts"], counters = self.parts(self.empty), self.backend.counters(self.device, self.splits)
+            made["parts"], counters = self.parts(self.empty), self.backend.counters(self.device, self.splits)
+        held = given | made
         self._launch([*(0 if (x := held.get(name)) is None else x.data.ptr for name in self.read), counters])
-        if "out" in self.copies:
-            given["out"][...] = held["out"][..., : given["out"].shape[-1]]
-        if (self.copies or len(held) > len(given)) and self.backend.is_capturing():
-            _kept.append([x for name, x in held.items() if x is not given.get(name)])
+        if "out" in made:
+            given["out"][...] = made["out"][..., : given["out"].shape[-1]]
+        if made and self.backend.is_capturing():
+            _kept.append(made)
 
     def _laid_out(self, name, array):
         """What stands for an operand that a kernel cannot address."""

@@ -222,7 +222,7 @@ class Variant:
     @property
     def function(self):
         """The function that it is for."""
-        return self.kernel.split("_")[0]
+        return "decode" if self.kernel == "append" else self.kernel.split("_")[0]
 
     @property
     def forward(self):

@@ -393,8 +393,11 @@ class CacheRecipe:
         return pages, table
 
 
-def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), max_length=160, max_head_dim=256):
-    """A `CacheRecipe` of choices, each by ``choose(options)`` from a sequence, of which the first is the simplest."""
+def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), max_length=160, max_head_dim=256, appends=True):
+    """A `CacheRecipe` of choices, each by ``choose(options)`` from a sequence, of which the first is the simplest.
+
+    Without ``appends`` none appends or rotates.
+    """
 
     def length():
         return choose(choose(([n for n in LENGTHS if n <= max_length], range(max_length + 1))))
@@ -410,8 +413,8 @@ def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), max_length=160, max_
     head_dim = width()
     splits, batch_invariant = choose(((None, False), (1, False), (2, False), (5, False), (64, False), (None, True)))
     heads, key_heads = choose((*HEADS, (8, 1), (20, 2)))
-    append = choose((False, True))
-    rotary = choose((0, choose((head_dim // 2, 1, head_dim // 4))))
+    append = choose((False, True)) if appends else False
+    rotary = choose((0, choose((head_dim // 2, 1, head_dim // 4)))) if appends else 0
     dtype = choose(dtypes)
     return CacheRecipe(
         lengths=lengths,

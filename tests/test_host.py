@@ -1094,6 +1094,39 @@ def test_every_plan_of_decode_asks_for_a_listed_variant(limits, recipe):
         _plan.plan(replace(problem, engine="sm90"), limits)
 
 
+def test_an_append_goes_first_a_warp_a_row():
+    recipe = testing.CacheRecipe(
+        lengths=(40, 3, 9), append=True, heads=6, key_heads=2, queries=2, head_dim=64, value_dim=24, page_size=16
+    )
+    for changes, rows, vectors in (
+        ({}, 2 * 4, (1, 1)),
+        ({"rotary": 32}, 2 * (6 + 4), (1, 1)),
+        ({"rotary": 32, "append": False}, 2 * 6, (0, 0)),
+        ({"value_dim": 20}, 2 * 4, (1, 0)),
+        ({"k": "offset"}, 2 * 4, (0, 1)),
+        ({"rows": "strided"}, 2 * 4, (0, 0)),
+    ):
+        problem = planned_problem(replace(recipe, **changes))
+        append, decode = _plan.plan(problem, HOPPER).steps
+        assert (append.variant.kernel, decode.variant.kernel, append.variant.function) == ("append", "decode", "decode")
+        assert append.args["rows"] == rows and append.args["items"] == 3 * rows
+        assert append.grid == -(-3 * rows // 8) and append.threads == 256
+        assert (append.args.get("k_vectors", 0), append.args.get("v_vectors", 0)) == vectors
+        assert decode.args["appended"] == 1 and decode.args["length_stride"] == 4
+    (alone,) = _plan.plan(planned_problem(replace(recipe, append=False)), HOPPER).steps
+    assert alone.args["appended"] == 0
+
+
+def test_more_rows_to_append_than_a_grid_holds_are_several_launches(monkeypatch):
+    problem = planned_problem(testing.CacheRecipe(lengths=(4,) * 5, append=True, key_heads=1, queries=3, rotary=2))
+    monkeypatch.setattr(_plan, "LARGEST_GRID", 20)
+    steps = [step for step in _plan.plan(problem, HOPPER).steps if step.variant.kernel == "append"]
+    assert [(step.args["first_sequence"], step.args["items"]) for step in steps] == [(0, 18), (2, 18), (4, 9)]
+    monkeypatch.setattr(_plan, "LARGEST_GRID", 8)
+    with pytest.raises(ValueError, match="decode: a sequence has 9 rows to append and rotate; wanted at most 8"):
+        _plan.plan(problem, HOPPER)
+
+
 def shares(args, tile_k, length, first_key=0):
     """Runs of keys of the splits that take part, as the kernel shares them out."""
     first_tile = first_key // tile_k
