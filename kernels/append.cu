@@ -14,8 +14,8 @@
 // each warp finds out by itself whether they fit: whether there are capacity, pages and angles for all. Where they do
 // not, the total is -1, which decode answers with NaN.
 //
-// What limits speed: waiting. A row's page is known when its length is, and both are on their way for as long as the
-// launch itself takes.
+// What limits speed: the launch, and waiting for a length, a page and a row, one after the other. So rows are spread as
+// thin as warps allow.
 #include "place.cuh"
 #include "ptx.cuh"
 
