@@ -2,6 +2,7 @@
 
     python bench/run.py decode                                   # bfloat16, 32 heads, head_dim 128
     python bench/run.py decode --cells 1x8192,64x1024 --key-heads 8 --page-size 16 --splits 4
+    python bench/run.py decode --append --contenders ''          # beside it, calls that append and rotate too
 
 A figure is one CUDA graph of several calls, one behind the other, over caches that take turns: at least 8 calls, and as
 many as read 256 MB, so that none finds its cache in L2. Their time is divided by their number. Contenders are captured
@@ -46,7 +47,11 @@ def cache_bytes(case):
 
 
 class Caches:
-    """Queries and caches that take turns, random normal numbers, on the GPU."""
+    """Queries and caches that take turns, random normal numbers, on the GPU.
+
+    ``tables`` are keywords of a call, ``append`` what makes it write its last keys first and rotate them and q, so that
+    it reads as many.
+    """
 
     def __init__(self, case):
         import cupy
@@ -61,6 +66,14 @@ class Caches:
         self.q = self._normal(random, (case.batch, case.heads, case.queries, case.head_dim))
         self.pairs = [(self._normal(random, shape), self._normal(random, shape)) for _ in range(count)]
         self.tables = {"lengths": cupy.full(case.batch, case.length, np.int32)}
+        rows = case.batch, case.key_heads, case.queries
+        angles = cupy.arange(case.length)[:, None] * 1e4 ** -(cupy.arange(case.head_dim // 2) / (case.head_dim // 2))
+        self.append = {
+            "lengths": self.tables["lengths"] - case.queries,
+            "k_new": self._normal(random, (*rows, case.head_dim)),
+            "v_new": self._normal(random, (*rows, case.value_dim)),
+            "rotary": tuple(f(angles).astype(np.float32) for f in (cupy.cos, cupy.sin)),
+        }
         if case.page_size:
             order = np.random.default_rng(7).permutation(pages).reshape(case.batch, -1)
             self.tables["page_table"] = cupy.asarray(order.astype(np.int32))
@@ -90,30 +103,40 @@ class Caches:
         return found
 
 
-def error_over_bound(case, caches, out):
+def error_over_bound(case, caches, out, append=False):
     """Worst error over bound of some heads of some sequences; NaN where out has one."""
     found = []
     for n in range(CHECKED):
         b, head = (case.batch - 1) * n // (CHECKED - 1), (case.heads - 1) * n // (CHECKED - 1)
         q = contenders.to_host(caches.q[b, head])
-        one = (x[None, None] for x in (q, *caches.dense(b, head)))
-        wanted = cuflash.bounds.decode(*one, path=gpu.path_of(case.dtype, case.engine))
+        one, more = (x[None, None] for x in (q, *caches.dense(b, head))), {}
+        if append:
+            key_head, new = head * case.key_heads // case.heads, caches.append
+            more = {name: contenders.to_host(new[name][b, key_head])[None, None] for name in ("k_new", "v_new")}
+            more["rotary"] = tuple(map(contenders.to_host, new["rotary"]))
+            more["lengths"] = contenders.to_host(new["lengths"][b : b + 1])
+        wanted = cuflash.bounds.decode(*one, path=gpu.path_of(case.dtype, case.engine), **more)
         found.append(gpu.over_bound(contenders.to_host(out[b, head]), wanted.out[0, 0], wanted.out_bound[0, 0]))
     return float(np.max(found))
 
 
-def captured(caches, keywords, plan):
+def captured(caches, keywords):
     """A graph of our calls, as a function that launches it."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.get_current_stream().synchronize()
     out = cupy.empty((*caches.q.shape[:-1], caches.case.value_dim), caches.dtype)
-    call = lambda pair: cuflash.decode(caches.q, *pair, out=out, **caches.tables, **keywords)  # noqa: E731
-    parts = next((math.prod(buffer.shape) for buffer in plan.buffers if buffer.name == "parts"), 0)
+    call = lambda pair: cuflash.decode(caches.q, *pair, out=out, **keywords)  # noqa: E731
+    plan = cuflash.explain("decode", caches.q, *caches.pairs[0], **keywords)
+    sizes = [
+        math.prod(buffer.shape) * (ELEMENTS[buffer.dtype].itemsize if buffer.dtype in ELEMENTS else 4)
+        for buffer in plan.buffers
+        if buffer.name in ("totals", "rotated", "parts")
+    ]
     with stream:
         call(caches.pairs[0])
-        held = [cupy.empty(parts, np.float32) for _ in range(caches.calls)]  # the pool has them when the graph is made
+        held = [cupy.empty(size, np.uint8) for size in sizes * caches.calls]  # the pool has them for the graph
         del held
         stream.begin_capture()
         for pair in caches.turns():
@@ -157,12 +180,13 @@ def measure(case, options, rivals):
 
     caches = Caches(case)
     keywords = {"engine": case.engine, "splits": options.splits, "batch_invariant": options.batch_invariant}
-    out = cuflash.decode(caches.q, *caches.pairs[0], **caches.tables, **keywords)
+    keywords |= caches.tables
+    out = cuflash.decode(caches.q, *caches.pairs[0], **keywords)
     error = error_over_bound(case, caches, out)
     if not error <= 1:
         raise ArithmeticError(f"error over bound is {error}")
-    plan = cuflash.explain("decode", caches.q, *caches.pairs[0], **caches.tables, **keywords)
-    calls = {"ours": captured(caches, keywords, plan)}
+    plan = cuflash.explain("decode", caches.q, *caches.pairs[0], **keywords)
+    calls = {"ours": captured(caches, keywords)}
     for name, contender in rivals.items():
         try:
             if not isinstance(contender, contenders.Torch):
@@ -175,12 +199,20 @@ def measure(case, options, rivals):
                 raise contenders.Unfit(f"its answer is {far:.3g} from ours")
         except Exception as error_theirs:
             contenders.left_out(name, error_theirs)
+    if options.append:  # last, since it writes to the caches
+        appended = cuflash.decode(caches.q, *caches.pairs[0], **keywords | caches.append)
+        error = float(np.max([error, error_over_bound(case, caches, appended, append=True)]))  # NaN wins
+        if not error <= 1:
+            raise ArithmeticError(f"error over bound is {error} where it appends")
+        calls["append"] = captured(caches, keywords | caches.append)
     rounds = timing.interleave(
         timing.EventTimer(cold=False), calls, rounds=options.rounds, launches=max(options.launches // 4, 2)
     )
     count = caches.calls
     rounds = {name: [ms / count for ms in each] for name, each in rounds.items()}
     figures = timing.figures(rounds, rivals, options.rival)
+    own = timing.figures(rounds, ["append"] * options.append, None)
+    figures |= {what: own[what] | figures[what] for what in ("contenders", "ratios")}
     del calls, caches
     cupy.get_default_memory_pool().free_all_blocks()
     return record.case_row(
@@ -191,7 +223,7 @@ def measure(case, options, rivals):
         tflops=case.flops / figures["ms"] / 1e9,
         error_over_bound=error,
         calls=count,
-        most_splits=plan.steps[0].args["splits"],
+        most_splits=plan.steps[-1].args["splits"],
         batch_invariant=options.batch_invariant,
     )
 

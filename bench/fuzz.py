@@ -237,9 +237,8 @@ def decode_one(variant, seed, engine):
     keywords |= tables | {"engine": engine, "return_lse": True}
     results, again = (cuflash.decode(*arrays, **keywords) for _ in range(2))
     results, again = ([contenders.to_host(x) for x in each] for each in (results, again))
-    lengths = np.array(recipe.lengths, int)
     path = gpu.path_of(variant.element, engine)
-    wanted = cuflash.bounds.decode(*values, path=path, lengths=lengths, **recipe.keywords)
+    wanted = cuflash.bounds.decode(*values, path=path, **recipe.meant(values))
     found = [0.0]
     for b, judged in enumerate(rows):
         for actual, exact, bound in (
@@ -251,7 +250,9 @@ def decode_one(variant, seed, engine):
         if one.tobytes() != other.tobytes():
             found.append(np.nan)
     notable = {
-        "several_splits": bool(steps) and steps[0].args["splits"] > 1,
+        "several_splits": bool(steps) and steps[-1].args["splits"] > 1,
+        "appends": recipe.append,
+        "rotary": recipe.rotary > 0,
         "pages": recipe.page_size is not None,
         "empty_rows": bool(np.any(np.isneginf(results[1]))),
         "views": {recipe.q, recipe.k, recipe.v} != {"contiguous"},
@@ -259,7 +260,7 @@ def decode_one(variant, seed, engine):
         "value_dim_differs": recipe.head_dim != recipe.value_dim,
         "hidden_infinity": garbage is not None,
     }
-    return steps[0].variant.name if steps else None, float(np.max(found)), notable
+    return steps[-1].variant.name if steps else None, float(np.max(found)), notable
 
 
 def try_one(variant, seed, engine):
