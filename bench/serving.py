@@ -303,18 +303,17 @@ class Server:
     def decode(self, watched):
         """Run the next token of every running request."""
         ids = [request.id for request in self.running]
-        positions = self.cache.lengths(ids)
-        self.cache.advance(ids, 1)
-        tables = self.cache.tables(ids)
+        tables = self.cache.tables(ids)  # before the step, with pages for its rows
 
         def attend(layer, q, k, v):
             with self.clock.span("attention") if watched else contextlib.nullcontext():
-                self.cache.write(ids, k[:, :, None], v[:, :, None], layer=layer)
-                return cuflash.decode(q[:, :, None], self.cache.k[layer], self.cache.v[layer], **tables)
+                new = {"k_new": k[:, :, None], "v_new": v[:, :, None]}
+                return cuflash.decode(q[:, :, None], self.cache.k[layer], self.cache.v[layer], **tables, **new)
 
         with self.clock.span("watched") if watched else contextlib.nullcontext():
-            hidden = self.stack(self.tokens, positions, attend)
+            hidden = self.stack(self.tokens, tables["lengths"], attend)
             fed, self.tokens = self.tokens, self.stack.likeliest(hidden)
+        self.cache.advance(ids, 1)
         for row, request in enumerate(self.running):
             request.steps += 1
             if request is self.checked:
