@@ -115,7 +115,10 @@ __device__ __forceinline__ void add_release(char* address, int value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-struct alignas(16) Vector16 {  // 16 bytes that travel together
+struct alignas(8) Vector8 {  // 8 bytes that travel together
+    uint32 words[2];
+};
+struct alignas(16) Vector16 {  // 16 bytes
     uint32 words[4];
 };
 

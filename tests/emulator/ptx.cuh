@@ -120,7 +120,10 @@ inline void add_release(char* address, int value, Site here = HERE) {
     store_global(address, load_global<int>(address, here) + value, here);
 }
 
-struct alignas(16) Vector16 {  // 16 bytes that travel together
+struct alignas(8) Vector8 {  // 8 bytes that travel together
+    uint32 words[2];
+};
+struct alignas(16) Vector16 {  // 16 bytes
     uint32 words[4];
 };
 
