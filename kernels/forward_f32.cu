@@ -35,7 +35,7 @@ static_assert(TILE_Q == ROWS * WARPS, "TILE_Q: 16 rows for every warp");
 static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of 16 keys");
 
 constexpr int THREADS = WARP * WARPS;
-constexpr int TOGETHER = 4;  // blocks of 8 columns of out whose sums grow side by side: chains enough for the tensor cores
+constexpr int TOGETHER = 2;  // blocks of 8 columns of out whose sums grow side by side; 4 take too many registers
 
 using QueryTile = SplitTile<ROWS, HEAD_DIM>;
 using KeyTile = SplitTile<TILE_K, HEAD_DIM>;
@@ -43,11 +43,10 @@ using ValueTile = SplitTile<TILE_K, VALUE_DIM>;
 
 // What a warp needs once a tile waits in shared memory, since registers are short.
 struct alignas(16) Facts {
-    const char *k, *v;         // key 0 of the block's head
-    int first_key, end_key;    // keys that some row of the block sees; the others are never read
-    int some_first, some_end;  // keys that some row of the warp sees
-    int all_first, all_end;    // keys that all rows of the warp see
-    int warp_row;              // first packed row of the warp
+    const char *k, *v;       // key 0 of the block's head
+    int first_key, end_key;  // keys that some row of the block sees; the others are never read
+    int all_first, all_end;  // keys that all rows of the warp see
+    int warp_row;            // first packed row of the warp
 };
 
 struct Shared {
@@ -87,25 +86,31 @@ using Rows = SoftmaxRow<float>[2];  // of a thread: lane / 4 of the warp's, and 
 // Column, within the tile, of element e of an accumulator's 16 x 8 block.
 __device__ __forceinline__ int column_of(int lane, int n, int e) { return 8 * n + lane % 4 * 2 + e % 2; }
 
-// scores = q k^T.
+// scores = q k^T. A loop over the spans of a row that the swizzle permutes, not all of it written out: the compiler
+// would read ahead to registers that there are none of.
 __device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, uint32 lane_q, uint32 keys, uint32 lane_k) {
-    Scores small;
+    using Shape = Tile<HEAD_DIM>;
+    Scores small = {};
+    for (float(&each)[4] : scores) each[0] = each[1] = each[2] = each[3] = 0.0f;
+#pragma unroll 1
+    for (int span = 0; span < Shape::PITCH; span += Shape::SPAN) {
 #pragma unroll
-    for (int step = 0; step < HEAD_DIM / 16; ++step) {
-        uint32 a[PARTS][4];
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p) {
-            ldmatrix_x4(a[p], queries + p * QueryTile::PART_BYTES + Tile<HEAD_DIM>::step(lane_q, 0, 2 * step));
-        }
-#pragma unroll
-        for (int n = 0; n < TILE_K / 8; n += 2) {
-            uint32 b[PARTS][4];
+        for (int step = 0; step < Shape::SPAN / 32; ++step) {
+            uint32 a[PARTS][4];
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
-                ldmatrix_x4(b[p], keys + p * KeyTile::PART_BYTES + Tile<HEAD_DIM>::step(lane_k, 8 * n, 2 * step));
+                ldmatrix_x4(a[p], queries + span + p * QueryTile::PART_BYTES + Shape::step(lane_q, 0, 2 * step));
             }
-            multiply_parts(scores[n], small[n], a, b, 0, step == 0);
-            multiply_parts(scores[n + 1], small[n + 1], a, b, 2, step == 0);
+#pragma unroll
+            for (int n = 0; n < TILE_K / 8; n += 2) {
+                uint32 b[PARTS][4];
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p) {
+                    ldmatrix_x4(b[p], keys + span + p * KeyTile::PART_BYTES + Shape::step(lane_k, 8 * n, 2 * step));
+                }
+                multiply_parts(scores[n], small[n], a, b, 0, false);
+                multiply_parts(scores[n + 1], small[n + 1], a, b, 2, false);
+            }
         }
     }
 #pragma unroll
@@ -181,6 +186,7 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
     for (int half = 0; half < 2; ++half) rows[half].sum += sums[half];
 #pragma unroll
     for (int n = 0; n < VALUE_DIM / 8; n += TOGETHER) {
+        sync_warp();  // or else the compiler reads all of v at once, to registers that there are none of
         float large[TOGETHER][4], small[TOGETHER][4];
 #pragma unroll
         for (int step = 0; step < TILE_K / 16; ++step) {
@@ -266,8 +272,6 @@ __device__ __forceinline__ Facts gather(const Args& args, const Mask& mask, cons
     facts.v = args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group);
     facts.first_key = mask.first_key(place.query(block_row));
     facts.end_key = mask.end_key(place.query(last_row));
-    facts.some_first = mask.first_key(top);
-    facts.some_end = mask.end_key(bottom);
     facts.all_first = mask.first_key(bottom);
     facts.all_end = mask.end_key(top);
     facts.warp_row = warp_row;
@@ -358,18 +362,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         load_values(tile);
         sync_threads();  // the keys are here, and all have left the values of the tile before
         const int key = tile * TILE_K;
-        const Facts facts = load_shared<Facts>(facts_shared());
-        const bool seen = Mask::SEES_ALL || (key < facts.some_end && key + TILE_K > facts.some_first);
         Scores scores;
-        if (seen) {
-            multiply_keys(scores, warp_shared, lane_q, shared + KEY_START, lane_k);
+        multiply_keys(scores, warp_shared, lane_q, shared + KEY_START, lane_k);
+        {
+            const Facts facts = load_shared<Facts>(facts_shared());
             if (key < facts.all_first || key + TILE_K > facts.all_end) hide(scores, mask, args.pack, facts.warp_row, key);
-            raise(rows, out, scores, score);
         }
+        raise(rows, out, scores, score);
         values.store(shared + VALUE_START);
         if (tile > first_tile) load_keys(tile - 1);
         sync_threads();  // the values are here, and all have left the keys
-        if (seen) accumulate(rows, out, scores, score, shared + VALUE_START, lane_v);
+        accumulate(rows, out, scores, score, shared + VALUE_START, lane_v);
         if (tile > first_tile) keys.store(shared + KEY_START);
     }
 

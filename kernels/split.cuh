@@ -77,7 +77,7 @@ struct SplitTile {
 template <bool WHOLE>
 __device__ __forceinline__ void load_four(float (&x)[4], const char* address, int left, bool inside) {
     if constexpr (WHOLE) {
-        const Vector16 loaded = inside && left > 0 ? load_global<Vector16>(address) : Vector16{};
+        const Vector16 loaded = load_global_16(address, inside && left > 0);
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[e] = __builtin_bit_cast(float, loaded.words[e]);
     } else {

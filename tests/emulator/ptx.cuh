@@ -127,6 +127,10 @@ struct alignas(16) Vector16 {  // 16 bytes
     uint32 words[4];
 };
 
+inline Vector16 load_global_16(const char* address, bool read, Site here = HERE) {
+    return read ? load_global<Vector16>(address, here) : Vector16{};
+}
+
 // The bytes are read and written when the thread waits for the copy's group, not earlier; until then nobody may touch
 // the destination. Source addresses are checked at once.
 inline void cp_async_16(uint32 shared, const char* global, int bytes, Site here = HERE) {
