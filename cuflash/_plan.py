@@ -118,24 +118,24 @@ def _shared_bytes(kernel, element, head_dim, value_dim, tile_q, tile_k, warps, s
 
 
 # Tiles of float32, by the larger padded head dim: tile_q, tile_k, blocks a multiprocessor, stages. The first that fit
-# shared memory are taken. At 96 and 128 one block of eight warps reads keys for 128 rows; below, several blocks work
-# while one splits keys; beyond, registers hold no keys on their way, and at 192, with fewer columns of out, none fit
-# without spills, so that it is padded to 256.
+# shared memory are taken. At 64 several blocks work while one splits keys; from 96 on one block reads keys for as many
+# rows as there is room for; at 256 registers hold out and no keys on their way. Nothing of it is measured yet.
 #
-# Head dims below 16 are padded to 32 too. At head_dim 3 that is 768 operations a pair of the 2,450 a cycle that mma.sync
-# does on a multiprocessor of an H200, 0.31 cycles; `forward_fma` reads shared memory some 30 times a pair, 32 a cycle.
+# Head dims below 16 take the same kernel, padded to 32: of the 2,450 operations a cycle that mma.sync does on a
+# multiprocessor of an H200, a pair takes 768, 0.31 cycles. `forward_fma` reads shared memory some 30 times for a pair
+# at head_dim 3, and 32 of these are a cycle.
 FLOAT32_TILES = {
     32: ((128, 32, 2, 2),),
     64: ((64, 32, 3, 2), (64, 32, 2, 2)),
     96: ((128, 32, 1, 2), (64, 32, 1, 2)),
     128: ((128, 32, 1, 2), (64, 32, 1, 2)),
-    256: ((64, 16, 1, 1), (32, 16, 1, 1)),
+    192: ((128, 32, 1, 2), (64, 16, 1, 2), (32, 16, 1, 1)),
+    256: ((64, 32, 1, 1), (64, 16, 1, 1), (32, 16, 1, 1)),
 }
 
 
 def float32_variant(head_dim, value_dim, limits):
     """The portable engine's forward kernel of float32 for padded head dims: one for all masks."""
-    head_dim, value_dim = (256 if dim > 128 else dim for dim in (head_dim, value_dim))
     widest = max(head_dim, value_dim)
     for tile_q, tile_k, blocks, stages in next(FLOAT32_TILES[dim] for dim in FLOAT32_TILES if widest <= dim):
         warps = tile_q // 16

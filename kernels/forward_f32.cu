@@ -35,7 +35,6 @@ static_assert(TILE_Q == ROWS * WARPS, "TILE_Q: 16 rows for every warp");
 static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of 16 keys");
 
 constexpr int THREADS = WARP * WARPS;
-constexpr int TOGETHER = 2;  // blocks of 8 columns of out whose sums grow side by side; 4 take too many registers
 
 using QueryTile = SplitTile<ROWS, HEAD_DIM>;
 using KeyTile = SplitTile<TILE_K, HEAD_DIM>;
@@ -86,14 +85,15 @@ using Rows = SoftmaxRow<float>[2];  // of a thread: lane / 4 of the warp's, and 
 // Column, within the tile, of element e of an accumulator's 16 x 8 block.
 __device__ __forceinline__ int column_of(int lane, int n, int e) { return 8 * n + lane % 4 * 2 + e % 2; }
 
-// scores = q k^T. A loop over the spans of a row that the swizzle permutes, not all of it written out: the compiler
-// would read ahead to registers that there are none of.
-__device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, uint32 lane_q, uint32 keys, uint32 lane_k) {
+// scores = q k^T, by the spans of a row that the swizzle permutes; those beyond `columns` are left out. (Written out
+// without a branch between, the compiler would read ahead into more registers than there are; so below.)
+__device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, uint32 lane_q, uint32 keys, uint32 lane_k,
+                                              int columns) {
     using Shape = Tile<HEAD_DIM>;
     Scores small = {};
     for (float(&each)[4] : scores) each[0] = each[1] = each[2] = each[3] = 0.0f;
 #pragma unroll 1
-    for (int span = 0; span < Shape::PITCH; span += Shape::SPAN) {
+    for (int span = 0; span < 2 * columns; span += Shape::SPAN) {
 #pragma unroll
         for (int step = 0; step < Shape::SPAN / 32; ++step) {
             uint32 a[PARTS][4];
@@ -108,8 +108,11 @@ __device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, ui
                 for (int p = 0; p < PARTS; ++p) {
                     ldmatrix_x4(b[p], keys + span + p * KeyTile::PART_BYTES + Shape::step(lane_k, 8 * n, 2 * step));
                 }
-                multiply_parts(scores[n], small[n], a, b, 0, false);
-                multiply_parts(scores[n + 1], small[n + 1], a, b, 2, false);
+#pragma unroll
+                for (int m = 0; m < 2; ++m) {
+                    multiply_small(small[n + m], a, b, 2 * m, false);
+                    multiply_large(scores[n + m], a, b, 2 * m, false);
+                }
             }
         }
     }
@@ -162,9 +165,11 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
     }
 }
 
-// out += exp(scores - reference) v. The weights of the tile are summed by themselves too, before they join the others.
+// out += exp(scores - reference) v, of its first `columns`. The weights of the tile are summed by themselves too, before
+// they join the others.
 __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& scores, const Scaled& score,
-                                           uint32 values, uint32 lane) {
+                                           uint32 values, uint32 lane, int columns) {
+    constexpr bool ONE_STEP = TILE_K == 16;  // all small products come before all large ones: one sum will do
     uint32 weights[TILE_K / 16][PARTS][4];
     float sums[2] = {};
 #pragma unroll
@@ -185,27 +190,26 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
 #pragma unroll
     for (int half = 0; half < 2; ++half) rows[half].sum += sums[half];
 #pragma unroll
-    for (int n = 0; n < VALUE_DIM / 8; n += TOGETHER) {
-        sync_warp();  // or else the compiler reads all of v at once, to registers that there are none of
-        float large[TOGETHER][4], small[TOGETHER][4];
+    for (int n = 0; n < VALUE_DIM / 8; n += 2) {
+        if (8 * n >= columns) continue;
+        float small[2][4], large[2][4];
 #pragma unroll
         for (int step = 0; step < TILE_K / 16; ++step) {
+            uint32 b[PARTS][4];
 #pragma unroll
-            for (int m = 0; m < TOGETHER; m += 2) {
-                uint32 b[PARTS][4];
+            for (int p = 0; p < PARTS; ++p) {
+                ldmatrix_x4_trans(b[p], values + p * ValueTile::PART_BYTES + Tile<VALUE_DIM>::step(lane, 16 * step, n));
+            }
 #pragma unroll
-                for (int p = 0; p < PARTS; ++p) {
-                    const uint32 from = Tile<VALUE_DIM>::step(lane, 16 * step, n + m);
-                    ldmatrix_x4_trans(b[p], values + p * ValueTile::PART_BYTES + from);
-                }
-                multiply_parts(large[m], small[m], weights[step], b, 0, step == 0);
-                multiply_parts(large[m + 1], small[m + 1], weights[step], b, 2, step == 0);
+            for (int m = 0; m < 2; ++m) {
+                multiply_small(small[m], weights[step], b, 2 * m, step == 0);
+                multiply_large(ONE_STEP ? small[m] : large[m], weights[step], b, 2 * m, step == 0 && !ONE_STEP);
             }
         }
 #pragma unroll
-        for (int m = 0; m < TOGETHER; ++m) {
+        for (int m = 0; m < 2; ++m) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) out[n + m][e] += large[m][e] + small[m][e];
+            for (int e = 0; e < 4; ++e) out[n + m][e] += ONE_STEP ? small[m][e] : large[m][e] + small[m][e];
         }
     }
 }
@@ -363,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         sync_threads();  // the keys are here, and all have left the values of the tile before
         const int key = tile * TILE_K;
         Scores scores;
-        multiply_keys(scores, warp_shared, lane_q, shared + KEY_START, lane_k);
+        multiply_keys(scores, warp_shared, lane_q, shared + KEY_START, lane_k, args.head_dim);
         {
             const Facts facts = load_shared<Facts>(facts_shared());
             if (key < facts.all_first || key + TILE_K > facts.all_end) hide(scores, mask, args.pack, facts.warp_row, key);
@@ -372,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         values.store(shared + VALUE_START);
         if (tile > first_tile) load_keys(tile - 1);
         sync_threads();  // the values are here, and all have left the keys
-        accumulate(rows, out, scores, score, shared + VALUE_START, lane_v);
+        accumulate(rows, out, scores, score, shared + VALUE_START, lane_v, args.value_dim);
         if (tile > first_tile) keys.store(shared + KEY_START);
     }
 

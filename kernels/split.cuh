@@ -35,23 +35,29 @@ __device__ __forceinline__ void split(uint32 (&parts)[PARTS], float low, float h
     }
 }
 
-// large += a b and small += the small products, least first, or, if `first`, = instead: a 16 x 16, b 16 x 8, its
-// registers b0 and b1 those of each part from `at` on.
-__device__ __forceinline__ void multiply_parts(float (&large)[4], float (&small)[4], const uint32 (&a)[PARTS][4],
-                                               const uint32 (&b)[PARTS][4], int at, bool first) {
-    auto multiply = [&](float(&sum)[4], int i, int j, bool first = false) {
-        if (first) {
-            mma_m16n8k16_first(BFloat16{}, sum, a[i], b[j][at], b[j][at + 1]);
-        } else {
-            mma_m16n8k16(BFloat16{}, sum, a[i], b[j][at], b[j][at + 1]);
-        }
-    };
-    multiply(small, 0, 2, first);
-    multiply(small, 2, 0);
-    multiply(small, 1, 1);
-    multiply(small, 0, 1);
-    multiply(small, 1, 0);
-    multiply(large, 0, 0, first);
+// sum += the product of part I of a, 16 x 16, and part J of b, 16 x 8, whose registers are those from `at` on; or, if
+// `first`, = instead.
+template <int I, int J>
+__device__ __forceinline__ void multiply_parts(float (&sum)[4], const uint32 (&a)[PARTS][4], const uint32 (&b)[PARTS][4],
+                                               int at, bool first) {
+    if (first) {
+        mma_m16n8k16_first(BFloat16{}, sum, a[I], b[J][at], b[J][at + 1]);
+    } else {
+        mma_m16n8k16(BFloat16{}, sum, a[I], b[J][at], b[J][at + 1]);
+    }
+}
+// The same of the five small products, least first.
+__device__ __forceinline__ void multiply_small(float (&sum)[4], const uint32 (&a)[PARTS][4], const uint32 (&b)[PARTS][4],
+                                               int at, bool first) {
+    multiply_parts<0, 2>(sum, a, b, at, first);
+    multiply_parts<2, 0>(sum, a, b, at, false);
+    multiply_parts<1, 1>(sum, a, b, at, false);
+    multiply_parts<0, 1>(sum, a, b, at, false);
+    multiply_parts<1, 0>(sum, a, b, at, false);
+}
+__device__ __forceinline__ void multiply_large(float (&sum)[4], const uint32 (&a)[PARTS][4], const uint32 (&b)[PARTS][4],
+                                               int at, bool first) {
+    multiply_parts<0, 0>(sum, a, b, at, first);
 }
 
 // Tiles of the parts of ROWS x COLUMNS numbers, one behind the other.
