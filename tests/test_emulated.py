@@ -15,7 +15,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")  # two for each kernel fi
 WIDE = {  # head_dim and value_dim: kernels with one stage, and with two sizes that differ
     "float16": (192, 192),
     "bfloat16": (40, 100),
-    "float32": (100, 40),
+    "float32": (100, 180),
     "float64": (150, 192),
 }
 GRADIENTS = ((40, 100), (128, 128), (192, 130), (256, 256))  # the same of backward's kernels with other tiles
