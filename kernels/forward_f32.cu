@@ -3,7 +3,7 @@
 //   q (queries, head_dim), k (keys, head_dim), v (keys, value_dim) -> out (queries, value_dim), lse (queries)
 //
 // The algorithm and the layout of registers are those of forward.cu; every number is split into three bfloat16 and
-// every product into six, see split.cuh. A block owns TILE_Q rows of one head, or of all heads of a group when there
+// every product into six, see float32.cuh. A block owns TILE_Q rows of one head, or of all heads of a group when there
 // are few rows, and walks over the keys it can see in tiles of TILE_K, from the last to the first. A warp owns 16
 // rows: its scores, weights and out stay in registers. More rows would halve what it reads of k and v, but six products
 // for three parts already read half as much for each as 16-bit elements do.
@@ -25,7 +25,7 @@
 #include "ptx.cuh"
 #include "score.cuh"
 #include "softmax.cuh"
-#include "split.cuh"
+#include "float32.cuh"
 #include "tile.cuh"
 
 namespace cuflash {

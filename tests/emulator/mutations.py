@@ -472,16 +472,16 @@ MUTATIONS = (
     # float32: parts and their products
     *(
         Mutation(
-            f"product_{i}_{j}_left_out", "split.cuh", f"multiply_parts<{i}, {j}>(sum, a, b, at, false);", "", ALIKE,
+            f"product_{i}_{j}_left_out", "float32.cuh", f"multiply_parts<{i}, {j}>(sum, a, b, at, false);", "", ALIKE,
             check_split_products,
         )
         for i, j in ((2, 0), (1, 1), (0, 1), (1, 0))
     ),
     Mutation(
-        "product_0_2_left_out", "split.cuh", "multiply_parts<0, 2>", "multiply_parts<2, 2>", ALIKE,
+        "product_0_2_left_out", "float32.cuh", "multiply_parts<0, 2>", "multiply_parts<2, 2>", ALIKE,
         check_split_products,  # in the place of the first product, one that is too small to show
     ),
-    Mutation("largest_product_of_other_parts", "split.cuh", "multiply_parts<0, 0>", "multiply_parts<0, 1>", FLOAT32),
+    Mutation("largest_product_of_other_parts", "float32.cuh", "multiply_parts<0, 0>", "multiply_parts<0, 1>", FLOAT32),
     Mutation(
         "small_products_forgotten", "forward_f32.cu", "scores[n][e] += small[n][e];",
         "scores[n][e] += 0 * small[n][e];", ALIKE, check_split_products,
@@ -490,19 +490,19 @@ MUTATIONS = (
         "small_products_with_values_forgotten", "forward_f32.cu", "large[m][e] + small[m][e];", "large[m][e];", FLOAT32,
     ),
     Mutation(
-        "second_part_not_taken_off", "split.cuh", "low -= to_float(BFloat16{static_cast<unsigned short>(parts[p - 1])});",
+        "second_part_not_taken_off", "float32.cuh", "low -= to_float(BFloat16{static_cast<unsigned short>(parts[p - 1])});",
         "low -= to_float(BFloat16{static_cast<unsigned short>(parts[0])});", ALIKE, check_split_products,
     ),
     Mutation(
-        "largest_number_rounded_to_infinity", "split.cuh", "LIMIT ? cvt_pair(BFloat16{}, limited(low), limited(high)) :",
+        "largest_number_rounded_to_infinity", "float32.cuh", "LIMIT ? cvt_pair(BFloat16{}, limited(low), limited(high)) :",
         "LIMIT ? cvt_pair(BFloat16{}, low, high) :", FLOAT32, check_hidden_largest,
     ),
-    Mutation("halves_of_a_chunk_swapped", "split.cuh", "quad % 2 * 8;", "(quad + 1) % 2 * 8;", FLOAT32),
+    Mutation("halves_of_a_chunk_swapped", "float32.cuh", "quad % 2 * 8;", "(quad + 1) % 2 * 8;", FLOAT32),
     Mutation(
-        "end_of_a_row_overrun", "split.cuh", "inside && e < left ? load", "inside ? load", replace(FLOAT32, value_dim=23),
+        "end_of_a_row_overrun", "float32.cuh", "inside && e < left ? load", "inside ? load", replace(FLOAT32, value_dim=23),
     ),
     Mutation(
-        "float32_tail_keys_not_zeroed", "split.cuh", "r >= first && r < end);", "r >= first);", FLOAT32,
+        "float32_tail_keys_not_zeroed", "float32.cuh", "r >= first && r < end);", "r >= first);", FLOAT32,
     ),
     # float32: barriers, lanes, rows
     Mutation(
