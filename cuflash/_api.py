@@ -181,8 +181,8 @@ def vjp(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, eng
 
 
 def decode(
-    q, k_cache, v_cache, *, lengths=None, page_table=None, scale=None, causal=True, window=None, splits=None,
-    batch_invariant=False, return_lse=False, out=None, engine=None,
+    q, k_cache, v_cache, *, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None, scale=None,
+    causal=True, window=None, splits=None, batch_invariant=False, return_lse=False, out=None, engine=None,
 ):  # fmt: skip
     """Attention of each sequence's newest rows against its cache. On a GPU for float16 and bfloat16.
 
@@ -202,6 +202,14 @@ def decode(
         Page n of a sequence holds its keys from ``n * page_size``. Entries past a length are not looked at. On a GPU a
         page that does not exist is not read: rows that see one of its keys are NaN, and others of their sequence may
         be.
+    k_scale : array of float32, shape (key_heads,) or that of k_cache without its last axis, optional
+        Of 8-bit caches: what keys are multiplied with, one factor a key head or one a slot; any strides. Default: 1.
+    v_scale : array of float32, likewise, optional
+        The same of values.
+    kv_format : {None, "int8", "e4m3"}, optional
+        How caches of 8-bit elements are read: int8 arrays as the numbers they hold (None will do), uint8 arrays as
+        FP8 E4M3 with bias 7, which has no infinities, NaN where all other bits than the sign are 1. q is float16 or
+        bfloat16 then.
     causal : default True
         As in `forward`, bottom-right against each sequence's own length.
     splits : int, optional
@@ -246,8 +254,8 @@ def decode(
            [0., 0., 0., 0.]], dtype=float32)
     """
     return _launch.decode(
-        q, k_cache, v_cache, lengths, page_table, scale, causal, window, splits, batch_invariant, return_lse, out,
-        engine,
+        q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, scale, causal, window, splits,
+        batch_invariant, return_lse, out, engine,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from functools import cache
 import numpy as np
 
 from . import _compile, _numpy, _plan, _problem
-from ._dtypes import ELEMENTS
+from ._dtypes import ELEMENTS, KINDS
 from ._layout import Integers
 from ._tensor_map import tensor_map
 from ._variant import DECODE_POINTERS
@@ -121,7 +121,7 @@ def explain(function, arrays, keywords):
         "backward": {"causal": False, "dlse": None, "grads": None},
         "decode": {
             "causal": True, "return_lse": False, "out": None, "lengths": None, "page_table": None, "splits": None,
-            "batch_invariant": False,
+            "batch_invariant": False, "k_scale": None, "v_scale": None, "kv_format": None,
         },
     }[function] | {"scale": None, "window": None, "engine": None}  # fmt: skip
     wanted = names[function].split()
@@ -354,7 +354,7 @@ class _Gpu:
             return self._run(*arrays)
 
     def _rows(self, copy):
-        dtype = ELEMENTS[copy.dtype].dtype
+        dtype = KINDS[copy.dtype].dtype
         return self.empty((*copy.shape[:-1], copy.pitch // dtype.itemsize), dtype)
 
     def _copied(self, copy, view):
@@ -463,11 +463,11 @@ class _NumpyDecode:
         self.problem = problem
         self.out = _Allocation(_plan.Buffer("out", problem.out_shape, problem.dtype, problem.q.order))
 
-    def __call__(self, q, k, v, lengths, page_table, out):
+    def __call__(self, q, k, v, lengths, page_table, k_scale, v_scale, out):
         problem = self.problem
         out = self.out(np.empty) if out is None else out
         lse = np.empty(problem.lse_shape, ELEMENTS[problem.dtype].lse) if problem.return_lse else None
-        _numpy.decode(problem, q, k, v, lengths, page_table, out, lse)
+        _numpy.decode(problem, q, k, v, lengths, page_table, k_scale, v_scale, out, lse)
         return (out, lse) if problem.return_lse else out
 
 
@@ -484,11 +484,11 @@ class _GpuDecode(_Gpu):
             self.parts, self.splits = _Allocation(parts), math.prod(arrived.shape)
             self.backend.counters(self.device, self.splits)  # so that there are some
 
-    def _run(self, q, k, v, lengths, page_table, out):
+    def _run(self, q, k, v, lengths, page_table, k_scale, v_scale, out):
         result = self.out(self.empty) if out is None else out
         lse = self.lse(self.empty) if self.return_lse else None
         if self.steps:
-            self._decode(q, k, v, result, lse, lengths, page_table)
+            self._decode(q, k, v, result, lse, lengths, page_table, k_scale, v_scale)
         return (result, lse) if self.return_lse else result
 
     def _decode(self, *operands):
@@ -515,17 +515,18 @@ class _GpuDecode(_Gpu):
 
 
 def decode(
-    q, k_cache, v_cache, lengths, page_table, scale, causal, window, splits, batch_invariant, return_lse, out, engine
+    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, scale, causal, window, splits,
+    batch_invariant, return_lse, out, engine,
 ):  # fmt: skip
     """Run ``decode``: by a prepared call where one of its kind has been made before."""
-    arrays = q, k_cache, v_cache, lengths, page_table
+    arrays = q, k_cache, v_cache, lengths, page_table, k_scale, v_scale
     given = [x for x in (*arrays, out) if x is not None]
     kind = (
-        "decode", lengths is None, page_table is None, out is None, return_lse, splits, type(splits),
+        "decode", *(x is None for x in arrays[3:]), kv_format, out is None, return_lse, splits, type(splits),
         bool(batch_invariant),
     )  # fmt: skip
     key, call = _prepared(given, kind, scale, causal, window, engine)
-    names = "q", "k_cache", "v_cache", "lengths", "page_table"
+    names = "q", "k_cache", "v_cache", "lengths", "page_table", "k_scale", "v_scale"
     if call is not None:
         if out is not None:
             named = zip(names, arrays, strict=True)
@@ -536,8 +537,8 @@ def decode(
         for name, x in zip((*names, "out"), (*arrays, out), strict=True)
     )
     problem = _problem.decode(
-        **dict(zip(names, arrays, strict=True)), scale=scale, causal=causal, window=window, splits=splits,
-        batch_invariant=batch_invariant, return_lse=return_lse, out=out, engine=engine,
+        **dict(zip(names, arrays, strict=True)), kv_format=kv_format, scale=scale, causal=causal, window=window,
+        splits=splits, batch_invariant=batch_invariant, return_lse=return_lse, out=out, engine=engine,
     )  # fmt: skip
     plan = make_plan(problem)
     call = (_NumpyDecode if plan.engine == "numpy" else _GpuDecode)(problem, plan)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from . import _masks
-from ._dtypes import ELEMENTS
+from ._dtypes import ELEMENTS, FORMATS
 
 ENGINES = ("numpy", "portable", "sm90")
 LONGEST = 10**9  # rows or keys of one head: a row index plus a mask's shift fits 32 bits
@@ -44,7 +44,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Table:
-    """An array of integers that goes with a cache, and how it lies in memory."""
+    """An array of integers or scales that goes with a cache, and how it lies in memory."""
 
     name: str
     shape: tuple
@@ -88,6 +88,9 @@ class Problem:
     # Of decode, whose k and v have pages, or sequences, along their first axis; keys is what a sequence has room for.
     lengths: Table | None = None
     page_table: Table | None = None
+    kv_format: str | None = None  # of 8-bit caches; None: they are of q's dtype
+    k_scale: Table | None = None
+    v_scale: Table | None = None
     splits: int | None = None
     batch_invariant: bool = False
 
@@ -110,8 +113,9 @@ class Problem:
         batch = "x".join(map(str, self.batch)) or "1"
         heads = f"{self.heads}" if self.group == 1 else f"{self.heads}/{self.key_heads}"
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        kinds = f" from {self.kv_format}" if self.kv_format else ""
         return (
-            f"{self.function} {self.dtype} {self.mask.name} batch {batch} heads {heads} "
+            f"{self.function} {self.dtype}{kinds} {self.mask.name} batch {batch} heads {heads} "
             f"queries {self.queries} keys {self.keys} head_dim {dims}"
         )
 
@@ -461,14 +465,18 @@ def backward(dout, q, k, v, out, lse, *, scale, causal, window, dlse, grads, eng
 
 
 def decode(
-    q, k_cache, v_cache, *, lengths, page_table, scale, causal, window, splits, batch_invariant, return_lse, out, engine
+    q, k_cache, v_cache, *, lengths, page_table, k_scale, v_scale, kv_format, scale, causal, window, splits,
+    batch_invariant, return_lse, out, engine,
 ):  # fmt: skip
     """Validate a call of ``decode``."""
     names = ("q", "k_cache", "v_cache")
     inputs = dict(zip(names, (q, k_cache, v_cache), strict=True))
     tables = {name: x for name, x in (("lengths", lengths), ("page_table", page_table)) if x is not None}
-    found, device = _common_library("decode", inputs | tables)
-    dtype = _common_dtype("decode", inputs)
+    scales = {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
+    found, device = _common_library("decode", inputs | tables | scales)
+    kv_format = _kv_format(k_cache, kv_format)
+    dtype = _common_dtype("decode", {"q": q} if kv_format else inputs)
+    _check_formats(inputs, scales, kv_format)
     for name, array in inputs.items():
         if array.ndim != 4:
             raise ValueError(f"decode: {name} has shape {array.shape}; wanted 4 axes")
@@ -496,6 +504,7 @@ def decode(
         capacity = sizes["keys"] * page_table.shape[1]
         if capacity > LONGEST:
             raise ValueError(f"decode: page_table has room for {capacity} keys a sequence; wanted at most {LONGEST}")
+    _check_scales(scales, k_cache.shape)
     if lengths is not None and lengths.shape != (sequences,):
         raise ValueError(f"decode: lengths has shape {lengths.shape}; wanted ({sequences},)")
     if found == "numpy" and lengths is not None:
@@ -520,13 +529,59 @@ def decode(
         v=_operand(v_cache, v_cache.shape[:1]),
         splits=_splits(splits),
         batch_invariant=bool(batch_invariant),
-        **{name: Table(name, x.shape, x.strides, x.dtype.name) for name, x in tables.items()},
+        kv_format=kv_format,
+        **{name: Table(name, x.shape, x.strides, x.dtype.name) for name, x in (tables | scales).items()},
     )
     if out is None:
         return problem
     _common_library("decode", {"q": q, "out": out})
-    _result("decode", "out", out, problem.out_shape, q.dtype, inputs | tables)
+    _result("decode", "out", out, problem.out_shape, q.dtype, inputs | tables | scales)
     return replace(problem, out=_operand(out, batch))
+
+
+def _kv_format(k_cache, kv_format):
+    """The format of 8-bit caches; None of those of q's dtype."""
+    if kv_format is not None and not (isinstance(kv_format, str) and kv_format in FORMATS):
+        raise ValueError(f"decode: kv_format is {kv_format!r}; wanted None, 'int8' or 'e4m3'")
+    held = k_cache.dtype
+    if kv_format is None and held == np.uint8:
+        raise TypeError("decode: k_cache has dtype uint8, kv_format is None; wanted 'e4m3'")
+    if kv_format is None and held == np.int8:
+        return "int8"
+    if kv_format is not None and held != FORMATS[kv_format].dtype:
+        wanted = FORMATS[kv_format].dtype
+        raise TypeError(f"decode: k_cache has dtype {held}, kv_format is {kv_format!r}; wanted {wanted}")
+    return kv_format
+
+
+def _check_formats(inputs, scales, kv_format):
+    """Dtypes of 8-bit caches, of q beside them, and of scales."""
+    if kv_format is None:
+        for name in scales:
+            held = inputs["k_cache"].dtype
+            raise ValueError(f"decode: {name} is given, k_cache has dtype {held}; wanted scales of 8-bit caches alone")
+        return
+    q, k_cache, v_cache = inputs.values()
+    if q.dtype.name not in ("float16", "bfloat16"):
+        raise TypeError(f"decode: q has dtype {q.dtype}; wanted float16 or bfloat16 beside 8-bit caches")
+    if v_cache.dtype != k_cache.dtype:
+        raise TypeError(
+            f"decode: v_cache has dtype {v_cache.dtype}, k_cache has {k_cache.dtype}; they must be equal"
+        )
+    for name, array in scales.items():
+        if array.dtype != np.float32 or not array.dtype.isnative:
+            raise TypeError(f"decode: {name} has dtype {array.dtype}; wanted float32")
+
+
+def _check_scales(scales, cache_shape):
+    """Shapes of scales: one a key head, or one a slot of the cache."""
+    *slots, _ = cache_shape
+    for name, array in scales.items():
+        if array.shape not in ((cache_shape[1],), tuple(slots)):
+            raise ValueError(
+                f"decode: {name} has shape {array.shape}; wanted ({cache_shape[1]},), one a key head, "
+                f"or {tuple(slots)}, one a slot"
+            )
 
 
 def _check_tables(lengths, page_table, capacity, pages, page_size):

@@ -17,6 +17,7 @@ Sums run over the keys a row sees, so what it does not see cannot matter. A row 
 
 import math
 
+import ml_dtypes
 import numpy as np
 
 
@@ -133,12 +134,15 @@ def backward(dout, q, k, v, *, scale=None, causal=False, window=None, dlse=None)
     return tuple(heads.unstretched(grad, x) for grad, x in zip(grads, (q, k, v), strict=True))
 
 
-def decode(q, k_cache, v_cache, *, lengths=None, page_table=None, scale=None, causal=True, window=None):
+def decode(
+    q, k_cache, v_cache, *, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None, scale=None,
+    causal=True, window=None,
+):  # fmt: skip
     """Out and lse of `cuflash.decode` in float64: `forward` on each sequence's own keys.
 
     Parameters
     ----------
-    q, k_cache, v_cache, lengths, page_table, scale, causal, window
+    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, scale, causal, window
         As in `cuflash.decode`.
 
     Returns
@@ -146,9 +150,10 @@ def decode(q, k_cache, v_cache, *, lengths=None, page_table=None, scale=None, ca
     out : array, shape (sequences, heads, queries, value_dim), float64
     lse : array, shape (sequences, heads, queries), float64
     """
+    caches = (k_cache, k_scale), (v_cache, v_scale)
     results = [
-        forward(q1, k1, v1, scale=scale, causal=causal, window=window)
-        for q1, k1, v1 in sequences(q, k_cache, v_cache, lengths, page_table)
+        forward(q1, *(dequantised(*pair, kv_format) for pair in pairs), scale=scale, causal=causal, window=window)
+        for q1, *pairs in sequences(q, caches, lengths, page_table)
     ]
     out, lse = zip(*results, strict=True) if results else ((), ())
     shape = q.shape[:-1]
@@ -168,22 +173,46 @@ def double(x):
     return host(x).astype(np.float64)
 
 
-def sequences(q, k_cache, v_cache, lengths=None, page_table=None):
-    """The (q, k, v) of each sequence of a batch whose keys lie in a cache, pages joined."""
-    q, k_cache, v_cache = (host(x) for x in (q, k_cache, v_cache))
+def sequences(q, caches, lengths=None, page_table=None):
+    """The q of each sequence of a batch whose keys lie in a cache, and of each of the caches, pairs of an array and its
+    scales, the sequence's keys or values and their scales, pages joined; scales are None or have a last axis of 1."""
+    q, (first, *_) = host(q), caches[0]
+    size = first.shape[-2]
+    caches = [(host(x), _slots(scales, x.shape)) for x, scales in caches]
     for b in range(len(q)):
         if page_table is None:
-            length = k_cache.shape[-2] if lengths is None else int(host(lengths)[b])
-            k1, v1 = (cache[b, :, :length] for cache in (k_cache, v_cache))
+            length = size if lengths is None else int(host(lengths)[b])
+            pages = None
         else:
-            size = k_cache.shape[-2]
             length = page_table.shape[1] * size if lengths is None else int(host(lengths)[b])
             pages = host(page_table)[b, : -(-length // max(size, 1))]
-            k1, v1 = (
-                cache[pages].swapaxes(0, 1).reshape(cache.shape[1], -1, cache.shape[-1])[:, :length]
-                for cache in (k_cache, v_cache)
-            )
-        yield q[b], k1, v1
+
+        def own(x, b=b, length=length, pages=pages):
+            if x is None:
+                return None
+            if pages is None:
+                return x[b, :, :length]
+            return x[pages].swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[-1])[:, :length]
+
+        yield q[b], *((own(x), own(scales)) for x, scales in caches)
+
+
+def _slots(scales, cache_shape):
+    """Scales one a head or one a slot as one a slot."""
+    if scales is None:
+        return None
+    scales = host(scales)
+    scales = scales[:, None, None] if scales.ndim == 1 else scales[..., None]
+    return np.broadcast_to(scales, (*cache_shape[:-1], 1))
+
+
+def dequantised(x, scales=None, kv_format=None):
+    """What elements of a cache stand for, in float64: themselves or, for "e4m3", numbers of E4M3; times scales."""
+    if kv_format == "e4m3":
+        x = x.view(ml_dtypes.float8_e4m3fn)
+    x = double(x)
+    with np.errstate(all="ignore"):
+        return x if scales is None else x * double(scales)
 
 
 def scores(q, k, mask, scale):

@@ -18,6 +18,7 @@ default "numpy <dtype>" or "portable <dtype>"). `forward_checks`, `gradient_chec
 
 from dataclasses import dataclass, replace
 
+import ml_dtypes
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -154,7 +155,7 @@ def lay_out(values, layout, xp=np, batch=()):
     steps = {"reversed": (-1, 1), "stepped": (2, 1), "strided": (1, 2)}.get(layout, (1, 1))
     index = (..., *(slice(None, None, step) for step in steps))
     lengths = (n * abs(step) for n, step in zip(values.shape[-2:], steps, strict=True))
-    buffer = np.full((*values.shape[:-2], *lengths), np.nan, values.dtype)
+    buffer = np.full((*values.shape[:-2], *lengths), _garbage((np.nan,), values.dtype)[0], values.dtype)
     buffer[index] = values
     return xp.asarray(buffer)[index]
 
@@ -213,6 +214,8 @@ def problems(draw, *, dtypes=DTYPES, max_length=160, max_head_dim=256, layouts=L
 # Recipes of decode ------------------------------------------------------------------------------------------------
 
 PAGE_SIZES = (None, None, None, 1, 2, 16, 7, 48, 64, 300)
+CACHE_FORMATS = (None, "int8", "e4m3")
+CACHE_SCALES = ("slot", "head", None)
 CACHE_LAYOUTS = ("contiguous", "swapped", "offset", "strided", "reversed", "stepped")
 
 
@@ -234,9 +237,14 @@ class CacheRecipe:
         Of q and the caches.
     causal, window, scale, splits, batch_invariant
         Keywords of `cuflash.decode`.
+    kv_format : {None, "int8", "e4m3"}
+        Of the caches; None: they are of q's dtype.
+    k_scale, v_scale : {None, "head", "slot"}
+        What scales 8-bit caches have.
     q, k, v : str
-        How each lies in memory, as in `Recipe`. What no sequence owns holds NaN: keys beyond a length, a page that is
-        nobody's. So do entries of the page table that nothing needs: numbers of no page.
+        How each lies in memory, as in `Recipe`; scales lie as their cache does. What no sequence owns holds NaN, or
+        what comes nearest: keys beyond a length, a page that is nobody's. Entries of the page table that nothing needs
+        are numbers of no page.
     integers : str
         dtype of lengths and page table.
     seed : int
@@ -266,6 +274,9 @@ class CacheRecipe:
     scale: float | None = None
     splits: int | None = None
     batch_invariant: bool = False
+    kv_format: str | None = None
+    k_scale: str | None = None
+    v_scale: str | None = None
     q: str = "contiguous"
     k: str = "contiguous"
     v: str = "contiguous"
@@ -276,7 +287,8 @@ class CacheRecipe:
     @property
     def keywords(self):
         """Keywords of the call that say what is to be computed."""
-        return {"scale": self.scale, "causal": self.causal, "window": self.window}
+        more = {"kv_format": self.kv_format} if self.kv_format else {}
+        return {"scale": self.scale, "causal": self.causal, "window": self.window, **more}
 
     @property
     def splitting(self):
@@ -294,7 +306,7 @@ class CacheRecipe:
         return reference.visible(self.queries, self.lengths[b], causal=self.causal, window=self.window)
 
     def values(self):
-        """q and caches in one piece, NumPy arrays in C order; beyond a length they hold 0."""
+        """q, the caches in one piece and, of 8-bit ones, a dict of their scales, NumPy arrays in C order."""
         sequences, rng = len(self.lengths), np.random.default_rng(self.seed)
         shapes = (
             (sequences, self.heads, self.queries, self.head_dim),
@@ -307,41 +319,56 @@ class CacheRecipe:
                 k[b, :, length - 1] = PLANTED * np.sign(q[b, 0, -1])
                 v[b, :, length - 1] *= 16
             k[b, :, length:] = v[b, :, length:] = 0
-        return q, k, v
+        if self.kv_format is None:
+            return q, k, v
+        k, k_scale = _quantised(k, self.kv_format, self.k_scale)
+        v, v_scale = _quantised(v, self.kv_format, self.v_scale)
+        return q, k, v, {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
 
     def spoilt(self, values, garbage):
-        """Values in which keys that a certain row of each sequence does not see hold ``garbage``, in turn, and the
-        rows of each sequence that see none of these."""
-        q, k, v = (x.copy() for x in values)
+        """Values in which keys that a certain row of each sequence does not see hold ``garbage``, in turn, and so do
+        their scales; and the rows of each sequence that see none of these."""
+        q, k, v, *scales = (x.copy() for x in values)
+        scales = [{name: x.copy() for name, x in each.items()} for each in scales]
+        slots = [x[..., None] for each in scales for x in each.values() if x.ndim > 1]
         row, rows = self.seed % max(self.queries, 1), []
         for b in range(len(self.lengths)):
             mask = self.mask(b)
             hidden = np.flatnonzero(~mask[row]) if self.queries else np.arange(0)
             rows.append(np.flatnonzero(~mask[:, hidden].any(axis=1)))
-            for x in (k, v):
-                x[b][:, hidden] = np.resize(garbage, (len(hidden), x.shape[-1])).astype(x.dtype)
-        return (q, k, v), rows
+            for x in (k, v, *slots):
+                x[b][:, hidden] = np.resize(_garbage(garbage, x.dtype), (len(hidden), x.shape[-1]))
+        return (q, k, v, *scales), rows
 
     def arrays(self, xp=np, values=None):
-        """q, k_cache, v_cache and a dict of lengths and page table, arrays of ``xp``."""
-        q, *caches = (x.copy() for x in values or self.values())
+        """q, k_cache, v_cache and a dict of lengths, page table and scales, arrays of ``xp``."""
+        q, *caches = values or self.values()
+        scales = caches.pop() if len(caches) > 2 else {}
+        slots = {name: x[..., None] for name, x in scales.items() if x.ndim > 1}
+        owned = [x.copy() for x in (*caches, *slots.values())]
         for b, length in enumerate(self.lengths):
-            for cache in caches:
-                cache[b, :, length:] = np.nan
+            for x in owned:
+                x[b, :, length:] = _garbage((np.nan,), x.dtype)
         tables = {"lengths": np.array(self.lengths, self.integers)}
         if self.page_size:
-            caches, tables["page_table"] = self._paged(caches)
-        arrays = (lay_out(x, layout, xp) for x, layout in zip((q, *caches), (self.q, self.k, self.v), strict=True))
-        return *arrays, {name: xp.asarray(x) for name, x in tables.items()}
+            owned, tables["page_table"] = self._paged(owned)
+        tables |= {name: xp.asarray(x) for name, x in scales.items() if x.ndim == 1}
+        layouts = self.q, self.k, self.v, *({"k_scale": self.k, "v_scale": self.v}[name] for name in slots)
+        q, k, v, *slotted = (lay_out(x, layout, xp) for x, layout in zip((q, *owned), layouts, strict=True))
+        tables |= {name: x[..., 0] for name, x in zip(slots, slotted, strict=True)}
+        return q, k, v, {name: xp.asarray(x) for name, x in tables.items()}
 
     def _paged(self, caches):
         size, sequences = self.page_size, len(self.lengths)
         count = self.capacity // size
         table = np.random.default_rng(self.seed).permutation(sequences * count + 1)[: sequences * count]
-        pages = [np.full((sequences * count + 1, x.shape[1], size, x.shape[3]), np.nan, x.dtype) for x in caches]
-        for into, cache in zip(pages, caches, strict=True):
+        pages = []
+        for cache in caches:
+            shape = sequences * count + 1, cache.shape[1], size, cache.shape[3]
+            into = np.full(shape, _garbage((np.nan,), cache.dtype)[0], cache.dtype)
             parts = cache.reshape(sequences, cache.shape[1], count, size, cache.shape[3])
             into[table] = parts.swapaxes(1, 2).reshape(sequences * count, *into.shape[1:])
+            pages.append(into)
         table = table.reshape(sequences, count).astype(self.integers)
         nowhere = (np.iinfo(self.integers).max, np.iinfo(self.integers).min, sequences * count + 1)
         for b, length in enumerate(self.lengths):
@@ -349,7 +376,39 @@ class CacheRecipe:
         return pages, table
 
 
-def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), max_length=160, max_head_dim=256):
+def _quantised(x, kv_format, scales):
+    """A cache's values in a format and their scales: one a slot, one a head, or None, for which values are as they are.
+
+    Scales of slots are negative at times, and now and then 0."""
+    largest = {"int8": 127.0, "e4m3": 448.0}[kv_format]
+    x = x.astype(np.float32)
+    if scales is None:
+        factors = None
+        wide = x * (8 if kv_format == "int8" else 1)
+    else:
+        factors = np.abs(x).max(axis=(0, 2, 3) if scales == "head" else 3, initial=0) / largest
+        factors = np.where(factors > 0, factors, 1).astype(np.float32)
+        if scales == "slot":
+            order = np.arange(factors.size).reshape(factors.shape)
+            factors = np.where(order % 5 == 3, -factors, factors)
+            factors[order % 31 == 30] = 0
+        divisor = np.where(factors == 0, 1, factors)
+        wide = x / (divisor[:, None, None] if scales == "head" else divisor[..., None])
+    if kv_format == "int8":
+        return np.clip(np.rint(wide), -128, 127).astype(np.int8), factors
+    return np.clip(wide, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8), factors
+
+
+def _garbage(garbage, dtype):
+    """Values of a dtype that spoil what they meet as far as it can."""
+    if dtype == np.uint8:  # E4M3 has no infinities
+        return np.array([0x7F if x > 0 or x != x else 0xFF for x in garbage], dtype)
+    if dtype == np.int8:
+        return np.array([127 if x > 0 or x != x else -128 for x in garbage], dtype)
+    return np.array(garbage).astype(dtype)
+
+
+def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), formats=CACHE_FORMATS, max_length=160, max_head_dim=256):
     """A `CacheRecipe` of choices, each by ``choose(options)`` from a sequence, of which the first is the simplest."""
 
     def length():
@@ -366,6 +425,9 @@ def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), max_length=160, max_
     head_dim = width()
     splits, batch_invariant = choose(((None, False), (1, False), (2, False), (5, False), (64, False), (None, True)))
     heads, key_heads = choose((*HEADS, (8, 1), (20, 2)))
+    dtype = choose(dtypes)
+    kv_format = choose(formats) if dtype in ("float16", "bfloat16") else None
+    k_scale, v_scale = (choose(CACHE_SCALES) if kv_format else None for _ in range(2))
     return CacheRecipe(
         lengths=lengths,
         spare=choose((0, 1, 16, 33)),
@@ -375,12 +437,15 @@ def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), max_length=160, max_
         queries=choose((1, 1, 1, 1, 1, 2, 2, 3, 5, 16, 17, 40, 0)),
         head_dim=head_dim,
         value_dim=choose((head_dim, width())),
-        dtype=choose(dtypes),
+        dtype=dtype,
         causal=causal,
         window=window,
         scale=choose(SCALES),
         splits=splits,
         batch_invariant=batch_invariant,
+        kv_format=kv_format,
+        k_scale=k_scale,
+        v_scale=v_scale,
         q=choose(CACHE_LAYOUTS),
         k=choose(CACHE_LAYOUTS),
         v=choose(CACHE_LAYOUTS),
@@ -727,7 +792,9 @@ def _decoded(decode, recipe, arrays, **changes):
 def _assert_decoded(results, recipe, values, path, rows=None):
     """Inside the bound; of sequence b only the rows ``rows[b]``, where given."""
     path = _path(path, values[0])
-    exact = bounds.decode(*values, path=path, lengths=np.array(recipe.lengths, int), **recipe.keywords)
+    q, k, v, *scales = values
+    keywords = recipe.keywords | (scales[0] if scales else {})
+    exact = bounds.decode(q, k, v, path=path, lengths=np.array(recipe.lengths, int), **keywords)
     for part, actual, wanted, limit in zip(
         ("out", "lse"), results, (exact.out, exact.lse), (exact.out_bound, exact.lse_bound), strict=True
     ):
@@ -749,8 +816,9 @@ def check_decode_placement(decode, recipe, xp=np, path=None):
     """Pages, strides and alignment change no bit, where splits are not the plan's to choose."""
     values = recipe.values()
     changes = {} if recipe.splits else {"batch_invariant": True}
-    lengths = {"lengths": xp.asarray(np.array(recipe.lengths, np.int32))}
-    plain = (*(xp.asarray(x) for x in values), lengths)
+    q, k, v, *scales = values
+    tables = {"lengths": np.array(recipe.lengths, np.int32)} | (scales[0] if scales else {})
+    plain = (*map(xp.asarray, (q, k, v)), {name: xp.asarray(x) for name, x in tables.items()})
     results = _decoded(decode, recipe, recipe.arrays(xp, values), **changes)
     _assert_alike("placement", results, _decoded(decode, recipe, plain, **changes))
 
@@ -760,9 +828,11 @@ def check_decode_one_by_one(decode, recipe, xp=np, path=None):
     values, changes = recipe.values(), {} if recipe.splits else {"batch_invariant": True}
     results = _decoded(decode, recipe, recipe.arrays(xp, values), **changes)
     for b, length in enumerate(recipe.lengths):
-        q, k, v = (x[b : b + 1] for x in values)
+        q, k, v, *scales = values
+        own = lambda x, b=b, length=length: x if x.ndim == 1 else x[b : b + 1, :, :length]  # noqa: E731
+        scales = [{name: own(x) for name, x in each.items()} for each in scales]
         one = replace(recipe, lengths=(length,), spare=0, page_size=None)
-        alone = one.arrays(xp, (q, k[:, :, :length], v[:, :, :length]))
+        alone = one.arrays(xp, (q[b : b + 1], own(k), own(v), *scales))
         _assert_alike(f"sequence {b} alone", [x[b : b + 1] for x in results], _decoded(decode, one, alone, **changes))
 
 

@@ -337,11 +337,11 @@ class Emulator:
             for step in self.plan(problem).steps:
                 self.build(step.variant)
 
-    def prepare_decode(self, q, k_cache, v_cache):
-        """Compile the kernel of a call of `decode`, which is the same for all keywords."""
-        dim, _ = _plan.decode_dims(q.shape[-1], v_cache.shape[-1])
+    def prepare_decode(self, q, k_cache, v_cache, kv_format=None):
+        """Compile the kernel of a call of `decode`, which is the same for all keywords but the format."""
         rows = q.shape[1] // k_cache.shape[1] * q.shape[2]
-        self.build(_plan.decode_variant(q.dtype.name, dim, self.limits, rows))
+        dims = q.shape[-1], v_cache.shape[-1]
+        self.build(_plan.decode_variant_of(kv_format or q.dtype.name, *dims, self.limits, rows))
 
     def forward(self, q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, engine=None):
         """`cuflash.forward` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""
@@ -367,16 +367,18 @@ class Emulator:
         return _Backward(problem, self.plan(problem), Host(self))(arrays, tuple(grads or ()))
 
     def decode(
-        self, q, k_cache, v_cache, *, lengths=None, page_table=None, scale=None, causal=True, window=None, splits=None,
-        batch_invariant=False, return_lse=False, out=None, engine=None,
+        self, q, k_cache, v_cache, *, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None,
+        scale=None, causal=True, window=None, splits=None, batch_invariant=False, return_lse=False, out=None,
+        engine=None,
     ):  # fmt: skip
         """`cuflash.decode` of NumPy arrays, by the kernel. ``engine`` is None or "emulated"."""
         engine = None if engine == "emulated" else engine
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths, "page_table": page_table}
+        given |= {"k_scale": k_scale, "v_scale": v_scale}
         given = {name: None if x is None else _problem.adopt("decode", name, x) for name, x in given.items()}
         with mock.patch.object(_problem, "_check_tables"):  # what a GPU holds the host does not look at
             problem = _problem.decode(
-                **given, scale=scale, causal=causal, window=window, splits=splits, batch_invariant=batch_invariant,
-                return_lse=return_lse, out=out, engine=engine,
+                **given, kv_format=kv_format, scale=scale, causal=causal, window=window, splits=splits,
+                batch_invariant=batch_invariant, return_lse=return_lse, out=out, engine=engine,
             )  # fmt: skip
         return _Decode(problem, self.plan(problem), Host(self))(*given.values(), out)
