@@ -228,8 +228,8 @@ def decode_variant(dtype, dim, limits, rows=1):
     return Variant("decode", dtype, "window", dim, dim, tile_q, tile_k, warps, DECODE_BLOCKS, stages, shared)
 
 
-# Tiles of decode from 8-bit caches, likewise. Three sizes, one tile of rows, and q's dtype at run time: six variants, for
-# what is padded is not read. A tile has twice the keys, half as long, so that as many bytes are on their way.
+# Tiles of decode from 8-bit caches, likewise. Three sizes, for what is padded is not read, one tile of rows, and q's
+# dtype at run time: six variants. A tile has twice the keys, half as long, so that as many bytes are on their way.
 DECODE_8BIT_TILES = {
     64: ((64, 4, 3), (64, 4, 2)),
     128: ((32, 4, 3), (32, 4, 2)),

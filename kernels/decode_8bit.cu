@@ -131,26 +131,39 @@ __device__ __forceinline__ void convert_queries(const Args& args, uint32 queries
     }
 }
 
+// Of a thread's rows.
+using Factors = float[BLOCKS][2];
+__device__ __forceinline__ void load_factors(Factors& factors, uint32 from) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            factors[block][half] = load_shared<float>(from + row_of(block, half) * sizeof(float));
+        }
+    }
+}
+
 // Products and softmax ----------------------------------------------------------------------------------------------
 
-using Factors = float[BLOCKS][2];          // of a thread's rows
 using Weights = uint32[STEPS][BLOCKS][4];  // A operands
 
-// scores = q k^T. `lane` is the lane's offset in a tile of keys; each B operand of 16 columns is a word.
-template <typename LoadQuery>
-__device__ __forceinline__ void multiply_keys(Scores& scores, LoadQuery load_query, uint32 keys, uint32 lane) {
+// scores = q k^T. A thread's B operand of 16 columns is a word.
+__device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, uint32 keys) {
+    const uint32 lane_q = lane_of_a<HEAD_DIM>(), lane_k = lane_of_b<HEAD_DIM / 2>();  // of pairs of elements
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k += 2) {
         uint32 a[2][BLOCKS][4];
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
 #pragma unroll
-            for (int block = 0; block < BLOCKS; ++block) load_query(a[part][block], block, k + part);
+            for (int block = 0; block < BLOCKS; ++block) {
+                ldmatrix_x4(a[part][block], queries + QueryTile::step(lane_q, 16 * block, 2 * (k + part)));
+            }
         }
 #pragma unroll
         for (int n = 0; n < TILE_K / 8; n += 2) {
             uint32 words[4];  // of 8 keys: step k, then k + 1; of the 8 keys below likewise
-            ldmatrix_x4(words, keys + KeyTile::step(lane, 8 * n, k));
+            ldmatrix_x4(words, keys + KeyTile::step(lane_k, 8 * n, k));
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 uint32 even, odd;
@@ -248,7 +261,8 @@ __device__ __forceinline__ void weigh(Weights& weights, Rows& rows, const Scores
 }
 
 // out += weights v. Of each 16 columns the even ones are one tile of out, the odd ones the next.
-__device__ __forceinline__ void multiply_values(Out& out, const Weights& weights, uint32 values, uint32 lane) {
+__device__ __forceinline__ void multiply_values(Out& out, const Weights& weights, uint32 values) {
+    const uint32 lane = lane_of_a<VALUE_DIM / 2>();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
@@ -345,14 +359,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     load_queries(args, place, work, shared);
     cp_async_commit_group();
 
-    const uint32 lane_q = lane_of_a<HEAD_DIM>();
-    const uint32 lane_k = lane_of_b<HEAD_DIM / 2>(), lane_v = lane_of_a<VALUE_DIM / 2>();  // in units of two elements
-    auto load_query = [&](uint32(&a)[4], int block, int step) {
-        ldmatrix_x4(a, shared + QueryTile::step(lane_q, 16 * block, 2 * step));
-    };
-    Factors factors;
     Scores scores;
-    Out out = {};
+    Out out;
     Rows rows;
     auto begin = [&] {
         sync_threads();  // the rows of q are here
@@ -360,21 +368,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         head_scale(args.k_scale, args.k_slots, args.k_scale_strides, place.key_head));
         sync_threads();  // as they are to be
         clear(rows);
-#pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint32 factor = shared + FACTORS_START + row_of(block, half) * sizeof(float);
-                factors[block][half] = load_shared<float>(factor);
-            }
-        }
+        clear(out);
     };
     auto with_keys = [&](int key, uint32 stage) {
-        multiply_keys(scores, load_query, stage, lane_k);
+        multiply_keys(scores, shared, stage);
         if (args.k_slots) scale_scores(scores, stage + KEY_BYTES + VALUE_BYTES);
         if (key < work.all_first || key + TILE_K > work.all_end) hide(scores, mask, place, work.first_row, key);
     };
     auto with_values = [&](uint32 stage) {
+        Factors factors;
+        load_factors(factors, shared + FACTORS_START);
         Weights weights;
         if (args.v_slots) {
             auto scale = [&](int n) { return scales_of(stage + KEY_BYTES + VALUE_BYTES + SCALE_BYTES, n); };
@@ -387,14 +390,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             raise(rows, out, scores, factors, [](int) { return Pair{0.0f, 0.0f}; });
             weigh(weights, rows, scores, factors, [](int) { return Pair{1.0f, 1.0f}; });
         }
-        multiply_values(out, weights, stage + KEY_BYTES, lane_v);
+        multiply_values(out, weights, stage + KEY_BYTES);
     };
     const Scales scales{args, place, pages, work};
     const bool in_runs = args.page_table == nullptr || args.page_size % RUN == 0;
     const bool missing = in_runs ? stream<RUN>(args, place, work, pages, ring, scales, begin, with_keys, with_values)
                                  : stream<1>(args, place, work, pages, ring, scales, begin, with_keys, with_values);
 
-    const float v_scale = head_scale(args.v_scale, args.v_slots, args.v_scale_strides, place.key_head);
+    const Paged home = locate(args);  // anew: `place` need not be kept in registers meanwhile
+    const float v_scale = head_scale(args.v_scale, args.v_slots, args.v_scale_strides, home.key_head);
     auto round = [&](float low, float high) { return cvt_pair_of(args, low, high); };
     auto careful = [&](int row, char* to, char* lse, int first, int end) {
         careful_decode(args, row, to, lse, first, end);
@@ -405,9 +409,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
             for (int e = 0; e < QUAD; ++e) part.out[p].values[e] *= v_scale;
         }
-        store(args, mask, place, work.first_row + r, part, round, careful);
+        store(args, mask, home, work.first_row + r, part, round, careful);
     };
-    join(args, place, work, shared, rows, missing, [&](uint32 to, uint32 row) { leave(out, rows, to, row); }, finish);
+    join(args, home, work, shared, rows, missing, [&](uint32 to, uint32 row) { leave(out, rows, to, row); }, finish);
 }
 
 }  // namespace cuflash

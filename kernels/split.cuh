@@ -90,6 +90,17 @@ __device__ __forceinline__ void clear(Rows& rows) {
     }
 }
 
+__device__ __forceinline__ void clear(Out& out) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int n = 0; n < VALUE_DIM / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) out[block][n][e] = 0.0f;
+        }
+    }
+}
+
 // Row within the tile of element e of an accumulator's 16 x 8 block.
 __device__ __forceinline__ int row_of(int block, int half) { return 16 * block + 8 * half + lane_index() / 4; }
 
