@@ -247,7 +247,7 @@ def decode_8bit_variant(kv_format, dim, limits):
             break
     return Variant(
         "decode_8bit", kv_format, "window", dim, dim, tile_q, tile_k, warps, DECODE_BLOCKS, stages, shared,
-        e4m3_cvt=int(kv_format == "e4m3" and limits.capability >= (8, 9)),
+        converts=int(kv_format == "e4m3" and limits.capability >= (8, 9)),
     )  # fmt: skip
 
 

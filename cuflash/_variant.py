@@ -140,7 +140,7 @@ class Variant:
     early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
     ordered: int = 1  # backward: whether sums of dq take turns; 0 in tests of what that costs
     vector_adds: int = 0  # backward: whether the device adds four floats at once
-    e4m3_cvt: int = 0  # decode: whether the device converts E4M3
+    converts: int = 0  # decode: whether the device converts E4M3
 
     @property
     def name(self):
@@ -195,7 +195,7 @@ class Variant:
         """Whether the kernel's text speaks of a field: compilers warn of constants that are not used."""
         if field.default is MISSING:
             return field.name not in _UNUSED.get(self.kernel, ())
-        owners = {"ordered": ("backward", "backward_sm90"), "vector_adds": ("backward",), "e4m3_cvt": ("decode_8bit",)}
+        owners = {"ordered": ("backward", "backward_sm90"), "vector_adds": ("backward",), "converts": ("decode_8bit",)}
         return self.kernel in owners.get(field.name, ("forward_sm90",))
 
     @property

@@ -167,7 +167,7 @@ __device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, ui
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 uint32 even, odd;
-                spread<E4M3_CVT>(Element{}, words[w], even, odd);
+                spread<CONVERTS>(Element{}, words[w], even, odd);
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) {
                     if (k == 0 && w % 2 == 0) {
@@ -274,7 +274,7 @@ __device__ __forceinline__ void multiply_values(Out& out, const Weights& weights
                 uint32 even[2], odd[2];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    spread<E4M3_CVT>(Element{}, words[2 * part + half], even[half], odd[half]);
+                    spread<CONVERTS>(Element{}, words[2 * part + half], even[half], odd[half]);
                 }
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) {
@@ -313,7 +313,7 @@ struct Scaled8 {
     const char* row;
     float scale;
     __device__ __forceinline__ float operator()(int d) const {
-        return element_to_float<E4M3_CVT>(load_global<Element>(row + d)) * scale;
+        return element_to_float<CONVERTS>(load_global<Element>(row + d)) * scale;
     }
 };
 

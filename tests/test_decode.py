@@ -215,6 +215,100 @@ def test_a_visible_nan_is_seen(engine):
     assert np.isnan(out[0, :2, 0]).sum() == 2 and np.isnan(out[0, 2:]).all() and np.isnan(lse[0, 2:]).all()
 
 
+# 8-bit caches -----------------------------------------------------------------------------------------------------
+
+CODES = np.arange(256, dtype=np.uint8)
+FORMATS = {"int8": CODES.view(np.int8), "e4m3": CODES}
+
+
+def meaning(kv_format):
+    """What the codes of a format stand for."""
+    return reference.dequantised(FORMATS[kv_format], kv_format=kv_format)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_element_of_a_format_comes_out(engine, kv_format, dtype):
+    """A sequence of one key has its value as out, and as lse its score."""
+    codes = engine.xp.asarray(FORMATS[kv_format])
+    ones = engine.xp.asarray(np.ones((256, 1, 1, 1), DTYPES[dtype]))
+    k = codes[:, None, None, None]
+    v = engine.xp.broadcast_to(codes, (256, 1, 1, 256))
+    out, lse = (reference.double(x) for x in close(engine, ones, k, v, scale=1, kv_format=kv_format))
+    wanted, nan = meaning(kv_format), np.isnan(meaning(kv_format))
+    assert np.isnan(out[nan]).all() and np.array_equal(out[~nan, 0, 0], np.tile(wanted, (256, 1))[~nan], equal_nan=True)
+    assert np.isnan(lse[nan]).all() and (np.abs(lse[~nan, 0, 0] - wanted[~nan]) <= 1e-4).all()
+
+
+def quantised(engine, kv_format, scales=("slot", "slot"), dtype="bfloat16", **changes):
+    """q and caches of two sequences, and the keywords that go with them."""
+    recipe = CacheRecipe(
+        lengths=(300, 77), heads=4, key_heads=2, head_dim=64, value_dim=64, dtype=dtype, kv_format=kv_format,
+        k_scale=scales[0], v_scale=scales[1], **changes,
+    )  # fmt: skip
+    *arrays, tables = recipe.arrays(engine.xp)
+    return arrays, tables | recipe.keywords
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("k_scale", [None, "head", "slot"])
+@pytest.mark.parametrize("v_scale", [None, "head", "slot"])
+def test_scales(engine, kv_format, k_scale, v_scale):
+    for dtype in ("float16", "bfloat16"):
+        for size in (None, 16, 5):
+            recipe = CacheRecipe(
+                lengths=(100, 33), page_size=size, heads=4, key_heads=2, queries=2, head_dim=32, value_dim=48,
+                dtype=dtype, kv_format=kv_format, k_scale=k_scale, v_scale=v_scale, splits=2, planted=True,
+            )  # fmt: skip
+            hold(engine, testing.check_decode_bound, recipe)
+            hold(engine, testing.check_decode_hidden_keys, recipe)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e-6, 1e6, 1e12, 1e30])
+def test_scales_of_any_size(engine, size):
+    """Those of some slots, or of all."""
+    arrays, keywords = quantised(engine, "int8")
+    for name in ("k_scale", "v_scale"):
+        for place in ((0, slice(None), slice(100, 180, 3)), Ellipsis):
+            scales = reference.host(keywords[name])[place] * np.float32(size)
+            more = {"scale": 1e-2 / size} if name == "k_scale" and place is Ellipsis else {}
+            with np.errstate(over="ignore"):
+                close(engine, *arrays, **(keywords | {name: changed(engine, keywords[name], place, scales)} | more))
+
+
+def test_a_visible_scale_that_is_nan_is_seen(engine):
+    arrays, keywords = quantised(engine, "int8")
+    for name in ("k_scale", "v_scale"):
+        scales = changed(engine, keywords[name], (0, 0, 200), np.nan)
+        out, lse = (reference.double(x) for x in close(engine, *arrays, **(keywords | {name: scales})))
+        assert np.isnan(out[0, :2]).all() and np.isfinite(out[0, 2:]).all() and np.isfinite(out[1]).all()
+        assert np.isnan(lse[0, :2]).all() == (name == "k_scale")
+
+
+@pytest.mark.parametrize("dtype, sizes", [("bfloat16", (1e-30, 1e-3, 1e4, 1e30)), ("float16", (1e-6, 1e3))])
+def test_queries_of_any_size(engine, dtype, sizes):
+    """Rows of bfloat16 that float16 does not hold, and elements of unlike sizes in one."""
+    (q, k, v), keywords = quantised(engine, "int8", dtype=dtype)
+    for size in sizes:
+        rows = reference.double(q) * size
+        rows[:, 1, :, ::2] *= 1e-4
+        rows[:, 2] = 0
+        rows = engine.xp.asarray(rows.astype(DTYPES[dtype]))
+        close(engine, rows, k, v, **(keywords | {"scale": min(0.1 / size, 1e28)}))
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_huge_scores_of_8_bits(engine, kv_format):
+    arrays, keywords = quantised(engine, kv_format)
+    close(engine, *arrays, **(keywords | {"scale": 1e8}), splits=2)
+
+
+def test_int8_is_the_default_of_its_dtype(engine):
+    arrays, keywords = quantised(engine, "int8", ("head", None))
+    results = [cuflash.decode(*arrays, return_lse=True, **(keywords | {"kv_format": f})) for f in (None, "int8")]
+    assert same(*results)
+
+
 # What the host does not look at ------------------------------------------------------------------------------------
 
 
