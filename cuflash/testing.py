@@ -379,7 +379,7 @@ class CacheRecipe:
 def _quantised(x, kv_format, scales):
     """A cache's values in a format and their scales: one a slot, one a head, or None, for which values are as they are.
 
-    Scales of slots are negative at times, and now and then 0."""
+    Scales are negative at times, those of slots now and then 0."""
     largest = {"int8": 127.0, "e4m3": 448.0}[kv_format]
     x = x.astype(np.float32)
     if scales is None:
@@ -388,9 +388,9 @@ def _quantised(x, kv_format, scales):
     else:
         factors = np.abs(x).max(axis=(0, 2, 3) if scales == "head" else 3, initial=0) / largest
         factors = np.where(factors > 0, factors, 1).astype(np.float32)
+        order = np.arange(factors.size).reshape(factors.shape)
+        factors = np.where(order % 5 == 1, -factors, factors)
         if scales == "slot":
-            order = np.arange(factors.size).reshape(factors.shape)
-            factors = np.where(order % 5 == 3, -factors, factors)
             factors[order % 31 == 30] = 0
         divisor = np.where(factors == 0, 1, factors)
         wide = x / (divisor[:, None, None] if scales == "head" else divisor[..., None])
@@ -806,9 +806,9 @@ def _assert_decoded(results, recipe, values, path, rows=None):
             _assert_within(f"{part}[{b}]", *one)
 
 
-def check_decode_bound(decode, recipe, xp=np, path=None):
+def check_decode_bound(decode, recipe, xp=np, path=None, values=None):
     """Out and lse lie within the bound, wherever keys lie and whatever lies beside them."""
-    values = recipe.values()
+    values = values or recipe.values()
     _assert_decoded(_decoded(decode, recipe, recipe.arrays(xp, values)), recipe, values, path)
 
 
