@@ -237,6 +237,12 @@ DECODE_8BIT_TILES = {
 }
 
 
+def decode_8bit_dims(head_dim, value_dim):
+    """The same of decode from 8-bit caches."""
+    dim = next(dim for dim in DECODE_8BIT_TILES if max(head_dim, value_dim) <= dim)
+    return dim, dim
+
+
 def decode_8bit_variant(kv_format, dim, limits):
     """The kernel of decode from 8-bit caches for a padded head dim, of v too; for q and out of either 16-bit dtype."""
     tile_q = 16
@@ -254,8 +260,7 @@ def decode_8bit_variant(kv_format, dim, limits):
 def decode_variant_of(kind, head_dim, value_dim, limits, rows=1):
     """The kernel of decode for caches of a dtype or format, head dims as given and so many packed rows."""
     if kind in FORMATS:
-        dim = next(dim for dim in DECODE_8BIT_TILES if max(head_dim, value_dim) <= dim)
-        return decode_8bit_variant(kind, dim, limits)
+        return decode_8bit_variant(kind, decode_8bit_dims(head_dim, value_dim)[0], limits)
     return decode_variant(kind, decode_dims(head_dim, value_dim)[0], limits, rows)
 
 
