@@ -209,7 +209,7 @@ def decode(
     kv_format : {None, "int8", "e4m3"}, optional
         How caches of 8-bit elements are read: int8 arrays as the numbers they hold (None will do), uint8 arrays as
         FP8 E4M3 with bias 7, which has no infinities, NaN where all other bits than the sign are 1. q is float16 or
-        bfloat16 then.
+        bfloat16 then. `quantize` makes such arrays and their scales.
     causal : default True
         As in `forward`, bottom-right against each sequence's own length.
     splits : int, optional
@@ -290,6 +290,42 @@ def merge(outs, lses):
     array([[0.5, 0.5]])
     """
     return _launch.merge(outs, lses)
+
+
+def quantize(x, kv_format, *, axis=-1):
+    """Round keys or values to 8 bits, for the caches of `decode`.
+
+    Parameters
+    ----------
+    x : array of float16, bfloat16, float32 or float64
+        Keys or values, of any shape.
+    kv_format : {"int8", "e4m3"}
+        As in `decode`.
+    axis : int or tuple of int, default -1
+        The axes along which elements share a scale. For an ``x`` of shape (sequences, key_heads, keys, head_dim), -1
+        gives a scale a slot and (0, 2, 3) one a head.
+
+    Returns
+    -------
+    elements : array of int8, for "e4m3" uint8
+        Of x's shape, the nearest to ``x / scale``.
+    scales : array of float32
+        Of x's shape without ``axis``: the largest size of what shares it over the format's largest number, 127 or 448;
+        1 where that is 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For dtypes that are not supported, what is not an array, and other formats.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> elements, scales = cuflash.quantize(np.array([[0.5, -1.0, 0.25]]), "int8")
+    >>> elements, scales
+    (array([[  64, -127,   32]], dtype=int8), array([0.00787402], dtype=float32))
+    """
+    return _launch.quantize(x, kv_format, axis)
 
 
 def explain(function, *arrays, **keywords):

@@ -34,4 +34,7 @@ FORMATS = {
     "e4m3": Element("e4m3", "e4m3", "E4M3", 1, np.dtype(np.uint8), np.dtype(np.float32)),
 }
 
+# Numbers of E4M3 that are not negative, in the order of their codes, which begin at 0.
+E4M3 = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
 KINDS = ELEMENTS | FORMATS  # all that kernels read

@@ -15,7 +15,7 @@ from functools import cache
 import numpy as np
 
 from . import _compile, _numpy, _plan, _problem
-from ._dtypes import ELEMENTS, KINDS
+from ._dtypes import E4M3, ELEMENTS, KINDS
 from ._layout import Integers
 from ._tensor_map import tensor_map
 from ._variant import DECODE_POINTERS
@@ -570,3 +570,29 @@ def merge(outs, lses):
         for out, lse, weight in zip(outs, lses, weights, strict=True):
             joined += xp.where(lse[..., None] == -xp.inf, 0, (weight * inverse)[..., None] * out.astype(top.dtype))
         return joined.astype(outs[0].dtype), xp.log(total) + shift
+
+
+def quantize(x, kv_format, axis):
+    """Run ``quantize``, in float32: elementwise work too."""
+    x = _problem.quantize(x, kv_format, axis)
+    xp, place = np, nullcontext()
+    if _problem.library(x) == "cupy":
+        import cupy as xp
+
+        place = xp.cuda.Device(x.data.device_id)
+    with place, np.errstate(all="ignore"):
+        largest = 127.0 if kv_format == "int8" else float(E4M3[-1])
+        x = x.astype(np.float32)
+        sizes = abs(x)
+        most = sizes.max if x.size else sizes.sum  # a maximum of nothing is an error
+        scales = most(axis=axis, keepdims=True) * np.float32(1 / largest)
+        scales = xp.where(scales == 0, np.float32(1), scales)
+        x = x / scales
+        if kv_format == "int8":
+            elements = xp.clip(xp.rint(x), -127, 127).astype(np.int8)
+        else:  # CuPy has no such dtype: a code is the number of midpoints below
+            midpoints = xp.asarray((E4M3[1:] + E4M3[:-1]) / 2)
+            codes = xp.searchsorted(midpoints, abs(x)).astype(np.uint8)
+            codes = xp.where(xp.isnan(x), np.uint8(0x7F), codes)
+            elements = codes | xp.signbit(x).astype(np.uint8) << np.uint8(7)
+        return elements, scales.squeeze(axis)

@@ -596,6 +596,19 @@ def _check_tables(lengths, page_table, capacity, pages, page_size):
                 raise ValueError(f"decode: page_table[{b}, {column}] is {page}; wanted a page from 0 to {pages - 1}")
 
 
+def quantize(x, kv_format, axis):
+    """Validate a call of ``quantize``: the array, as one of NumPy's or CuPy's."""
+    if not (isinstance(kv_format, str) and kv_format in FORMATS):
+        raise ValueError(f"quantize: kv_format is {kv_format!r}; wanted 'int8' or 'e4m3'")
+    x = adopt("quantize", "x", x)
+    _common_dtype("quantize", {"x": x})
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    plain = all(isinstance(a, numbers.Integral) and -x.ndim <= a < x.ndim for a in axes)
+    if not plain or len({a % x.ndim for a in axes}) < len(axes):
+        raise ValueError(f"quantize: axis is {axis!r}; wanted one or more of x's axes, which are {x.ndim}")
+    return x
+
+
 def merge(outs, lses):
     """Validate a call of ``merge``: lists of equal length, shapes and dtypes that belong together."""
     for name, parts in (("outs", outs), ("lses", lses)):

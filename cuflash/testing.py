@@ -18,13 +18,12 @@ default "numpy <dtype>" or "portable <dtype>"). `forward_checks`, `gradient_chec
 
 from dataclasses import dataclass, replace
 
-import ml_dtypes
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from . import bounds, reference
-from ._api import backward, merge
+from ._api import backward, merge, quantize
 from ._dtypes import ELEMENTS
 
 DTYPES = tuple(ELEMENTS)
@@ -377,26 +376,17 @@ class CacheRecipe:
 
 
 def _quantised(x, kv_format, scales):
-    """A cache's values in a format and their scales: one a slot, one a head, or None, for which values are as they are.
+    """A cache's values in a format and their scales: one a slot, one a head, or None, with which they are others.
 
     Scales are negative at times, those of slots now and then 0."""
-    largest = {"int8": 127.0, "e4m3": 448.0}[kv_format]
-    x = x.astype(np.float32)
+    elements, factors = quantize(x, kv_format, axis=(0, 2, 3) if scales == "head" else 3)
     if scales is None:
-        factors = None
-        wide = x * (8 if kv_format == "int8" else 1)
-    else:
-        factors = np.abs(x).max(axis=(0, 2, 3) if scales == "head" else 3, initial=0) / largest
-        factors = np.where(factors > 0, factors, 1).astype(np.float32)
-        order = np.arange(factors.size).reshape(factors.shape)
-        factors = np.where(order % 5 == 1, -factors, factors)
-        if scales == "slot":
-            factors[order % 31 == 30] = 0
-        divisor = np.where(factors == 0, 1, factors)
-        wide = x / (divisor[:, None, None] if scales == "head" else divisor[..., None])
-    if kv_format == "int8":
-        return np.clip(np.rint(wide), -128, 127).astype(np.int8), factors
-    return np.clip(wide, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8), factors
+        return elements, None
+    order = np.arange(factors.size).reshape(factors.shape)
+    factors = np.where(order % 5 == 1, -factors, factors)
+    if scales == "slot":
+        factors[order % 31 == 30] = 0
+    return elements, factors
 
 
 def _garbage(garbage, dtype):

@@ -303,6 +303,49 @@ def test_huge_scores_of_8_bits(engine, kv_format):
     close(engine, *arrays, **(keywords | {"scale": 1e8}), splits=2)
 
 
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_quantize_takes_the_nearest(engine, kv_format, dtype):
+    (x,) = draw(engine, (2, 3, 40, 24), dtype=dtype)
+    x = changed(engine, changed(engine, x, (0, 1, 3), 0), (1, 0, 0), 1e3)
+    values = meaning(kv_format)
+    values = values[~np.isnan(values) & (values > -128)] if kv_format == "int8" else values[~np.isnan(values)]
+    for axis, shape in ((-1, (2, 3, 40)), ((0, 2, 3), (3,)), ((3, 2), (2, 3))):
+        elements, scales = cuflash.quantize(x, kv_format, axis=axis)
+        assert scales.shape == shape and scales.dtype == np.float32 and elements.dtype == FORMATS[kv_format].dtype
+        one = np.expand_dims(reference.double(scales), axis)
+        exact, given = reference.dequantised(reference.host(elements), kv_format=kv_format), reference.double(x)
+        nearest = np.abs(given[..., None] / one[..., None] - values).min(-1)
+        assert (np.abs(given / one - exact) <= nearest + 1e-4).all()
+        assert (np.abs(exact).max(axis) == (127 if kv_format == "int8" else 448)).sum() == (given != 0).any(axis).sum()
+
+
+def test_quantize_of_little(engine):
+    empty = engine.xp.zeros((2, 0, 8), np.float32)
+    for kv_format in FORMATS:
+        for axis, shape in ((-1, (2, 0)), ((0, 1, 2), ()), (1, (2, 8))):
+            elements, scales = cuflash.quantize(empty, kv_format, axis=axis)
+            assert elements.shape == (2, 0, 8) and scales.shape == shape and (reference.host(scales) == 1).all()
+        nan = changed(engine, engine.xp.ones((1, 8), np.float32), (0, 3), np.nan)
+        elements, scales = cuflash.quantize(nan, kv_format)
+        assert np.isnan(reference.double(scales)).all()
+
+
+@pytest.mark.parametrize(
+    "arguments, keywords, error, words",
+    [
+        ((np.zeros((2, 8)), "fp8"), {}, ValueError, "quantize: kv_format is 'fp8'; wanted 'int8' or 'e4m3'"),
+        ((np.zeros((2, 8), int), "int8"), {}, TypeError, "quantize: x has dtype int64; wanted one of"),
+        (([1.0], "int8"), {}, TypeError, "quantize: x is a list; wanted"),
+        ((np.zeros((2, 8)), "int8"), {"axis": 2}, ValueError, "quantize: axis is 2; wanted one or more of x's axes"),
+        ((np.zeros((2, 8)), "int8"), {"axis": (1, -1)}, ValueError, r"quantize: axis is \(1, -1\); wanted one or more"),
+    ],
+)
+def test_quantize_says_what_is_wrong(engine, arguments, keywords, error, words):
+    with pytest.raises(error, match=words):
+        cuflash.quantize(*arguments, **keywords)
+
+
 def test_int8_is_the_default_of_its_dtype(engine):
     arrays, keywords = quantised(engine, "int8", ("head", None))
     results = [cuflash.decode(*arrays, return_lse=True, **(keywords | {"kv_format": f})) for f in (None, "int8")]
