@@ -399,7 +399,10 @@ def _garbage(garbage, dtype):
 
 
 def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), formats=CACHE_FORMATS, max_length=160, max_head_dim=256):
-    """A `CacheRecipe` of choices, each by ``choose(options)`` from a sequence, of which the first is the simplest."""
+    """A `CacheRecipe` of choices, each by ``choose(options)`` from a sequence, of which the first is the simplest.
+
+    ``formats`` are those of caches beside queries of 16 bits; ``(None,)`` for an attention that knows no others.
+    """
 
     def length():
         return choose(choose(([n for n in LENGTHS if n <= max_length], range(max_length + 1))))

@@ -358,14 +358,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const uint32 ring = shared + RINGS_START + warp_index() * RING_BYTES;
     load_queries(args, place, work, shared);
     cp_async_commit_group();
+    const float k_scale = head_scale(args.k_scale, args.k_slots, args.k_scale_strides, place.key_head);
 
     Scores scores;
     Out out;
     Rows rows;
     auto begin = [&] {
         sync_threads();  // the rows of q are here
-        convert_queries(args, shared, shared + FACTORS_START,
-                        head_scale(args.k_scale, args.k_slots, args.k_scale_strides, place.key_head));
+        convert_queries(args, shared, shared + FACTORS_START, k_scale);
         sync_threads();  // as they are to be
         clear(rows);
         clear(out);
