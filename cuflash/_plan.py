@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import _layout
-from ._dtypes import ELEMENTS
+from ._dtypes import ELEMENTS, FORMATS
 from ._layout import Use, contiguous
 from ._problem import LONGEST, Operand
 from ._variant import Variant
@@ -156,6 +156,7 @@ def variants(limits):
             }  # fmt: skip
             found |= {hopper_backward_variant(dtype, dim): None for dim in HOPPER_BACKWARD_TILES}
             found |= {hopper_dq_variant(dtype, dim): None for dim in HOPPER_DQ_TILES}
+    found |= {decode_8bit_variant(kind, dim, limits): None for kind in FORMATS for dim in DECODE_8BIT_TILES}
     return tuple(found)
 
 
@@ -231,6 +232,42 @@ def decode_variant(dtype, dim, limits, rows=1):
 def append_variant(dtype):
     """The step before decode that appends and rotates: a warp a row."""
     return Variant("append", dtype, "window", 256, 256, 1, 1, 8, 4, 1, 0)
+
+
+# Tiles of decode from 8-bit caches, likewise. Three sizes, for what is padded is not read, one tile of rows, and q's
+# dtype at run time: six variants. A tile has twice the keys, half as long, so that as many bytes are on their way.
+DECODE_8BIT_TILES = {
+    64: ((64, 4, 3), (64, 4, 2)),
+    128: ((32, 4, 3), (32, 4, 2)),
+    256: ((32, 2, 3), (32, 2, 2)),
+}
+
+
+def decode_8bit_dims(head_dim, value_dim):
+    """The same of decode from 8-bit caches."""
+    dim = next(dim for dim in DECODE_8BIT_TILES if max(head_dim, value_dim) <= dim)
+    return dim, dim
+
+
+def decode_8bit_variant(kv_format, dim, limits):
+    """The kernel of decode from 8-bit caches for a padded head dim, of v too; for q and out of either 16-bit dtype."""
+    tile_q = 16
+    for tile_k, warps, stages in DECODE_8BIT_TILES[dim]:
+        ring = stages * tile_k * (2 * dim + 8)  # keys, values, and a scale each
+        shared = 2 * tile_q * dim + warps * (ring + 8 * tile_q) + 16 + 4 * tile_q
+        if shared <= limits.shared_bytes:
+            break
+    return Variant(
+        "decode_8bit", kv_format, "window", dim, dim, tile_q, tile_k, warps, DECODE_BLOCKS, stages, shared,
+        converts=int(kv_format == "e4m3" and limits.capability >= (8, 9)),
+    )  # fmt: skip
+
+
+def decode_variant_of(kind, head_dim, value_dim, limits, rows=1):
+    """The kernel of decode for caches of a dtype or format, head dims as given and so many packed rows."""
+    if kind in FORMATS:
+        return decode_8bit_variant(kind, decode_8bit_dims(head_dim, value_dim)[0], limits)
+    return decode_variant(kind, decode_dims(head_dim, value_dim)[0], limits, rows)
 
 
 # Engines --------------------------------------------------------------------------------------------------------
@@ -497,8 +534,8 @@ MOST_WAVES = 16  # so long as the blocks are no more, for those of short sequenc
 def _portable_decode(problem, limits, reason):
     """One launch, or several where blocks are too many, after those of `_append`; see ``kernels/decode.cu``."""
     rows, element = problem.queries * problem.group, ELEMENTS[problem.dtype]
-    dim, _ = decode_dims(problem.head_dim, problem.value_dim)
-    variant = decode_variant(problem.dtype, dim, limits, rows)
+    kind = problem.kv_format or problem.dtype  # of the caches
+    variant = decode_variant_of(kind, problem.head_dim, problem.value_dim, limits, rows)
     scale, factor = _positive(problem.scale, element)
     (sequences,), order = problem.batch, problem.q.order
     out_shape = (sequences, problem.heads, problem.queries, problem.value_dim)
@@ -522,7 +559,7 @@ def _portable_decode(problem, limits, reason):
     }
     operands, copies, _, where = _layout.lay_out(problem.batch, uses)
     pages = problem.k.shape[:1]
-    caches = {"k": Use(problem.k, problem.dtype, 16), "v": Use(problem.v, problem.dtype, 16)}
+    caches = {"k": Use(problem.k, kind, 16), "v": Use(problem.v, kind, 16)}
     _, more, _, there = _layout.lay_out(pages, caches)
     where, copies = where | there, copies | more
     paging, tables = _paging(problem)
@@ -547,8 +584,14 @@ def _portable_decode(problem, limits, reason):
         "right": right,
         "top_left": int(problem.causal == "top-left"),
         "out_vectors": int(_layout.in_chunks(operands["out"], element.itemsize)),
+        "bfloat16": int(problem.dtype == "bfloat16"),
         "scale_log2": scale * LOG2_E,
     }
+    for name, scales in (("k", problem.k_scale), ("v", problem.v_scale)):
+        if scales is not None:
+            slots = len(scales.shape) == 3
+            page, head, slot = scales.strides if slots else (0, *scales.strides, 0)
+            args |= {f"{name}_slots": int(slots), f"{name}_scale_strides": (0, page, head, slot)}
     steps = ()
     if before:
         steps, made = _append(problem, operands["q"], paging)

@@ -17,6 +17,7 @@ Sums run over the keys a row sees, so what it does not see cannot matter. A row 
 
 import math
 
+import ml_dtypes
 import numpy as np
 
 
@@ -135,13 +136,14 @@ def backward(dout, q, k, v, *, scale=None, causal=False, window=None, dlse=None)
 
 def decode(
     q, k_cache, v_cache, *, lengths=None, page_table=None, k_new=None, v_new=None, rotary=None,
-    rotary_interleaved=False, scale=None, causal=True, window=None,
+    rotary_interleaved=False, k_scale=None, v_scale=None, kv_format=None, scale=None, causal=True, window=None,
 ):  # fmt: skip
     """Out and lse of `cuflash.decode` in float64: `forward` on each sequence's own keys. No cache is written.
 
     Parameters
     ----------
-    q, k_cache, v_cache, lengths, page_table, k_new, v_new, rotary, rotary_interleaved, scale, causal, window
+    q, k_cache, v_cache, lengths, page_table, k_new, v_new, rotary, rotary_interleaved
+    k_scale, v_scale, kv_format, scale, causal, window
         As in `cuflash.decode`.
 
     Returns
@@ -150,11 +152,14 @@ def decode(
     lse : array, shape (sequences, heads, queries), float64
         Both NaN for a sequence whose new keys do not fit.
     """
+    caches = (k_cache, k_scale), (v_cache, v_scale)
     appended = {"k_new": k_new, "v_new": v_new, "rotary": rotary, "rotary_interleaved": rotary_interleaved}
     out, lse = np.full((*q.shape[:-1], v_cache.shape[-1]), np.nan), np.full(q.shape[:-1], np.nan)
-    for b, operands in enumerate(sequences(q, k_cache, v_cache, lengths, page_table, **appended)):
+    for b, operands in enumerate(sequences(q, caches, lengths, page_table, **appended)):
         if operands is not None:
-            out[b], lse[b] = forward(*operands, scale=scale, causal=causal, window=window)
+            q1, *pairs = operands
+            k1, v1 = (dequantised(*pair, kv_format) for pair in pairs)
+            out[b], lse[b] = forward(q1, k1, v1, scale=scale, causal=causal, window=window)
     return out, lse
 
 
@@ -208,34 +213,39 @@ def pair_columns(pairs, interleaved):
 
 
 def sequences(
-    q, k_cache, v_cache, lengths=None, page_table=None, *, k_new=None, v_new=None, rotary=None,
-    rotary_interleaved=False, rotate=rotate,
+    q, caches, lengths=None, page_table=None, *, k_new=None, v_new=None, rotary=None, rotary_interleaved=False,
+    rotate=rotate,
 ):  # fmt: skip
-    """The (q, k, v) of each sequence of a batch whose keys lie in a cache, pages joined, new keys at the end.
+    """The q of each sequence of a batch whose keys lie in a cache, and of each of the caches, pairs of an array and its
+    scales, the sequence's keys or values and their scales, pages joined, new ones at the end; scales are None or have a
+    last axis of 1.
 
     None for a sequence whose new keys do not fit. ``rotate`` is applied to q and the new keys.
     """
-    q, k_cache, v_cache = (host(x) for x in (q, k_cache, v_cache))
+    q, (first, *_) = host(q), caches[0]
     appended = 0 if k_new is None else q.shape[-2]
-    size = k_cache.shape[-2]
+    size = first.shape[-2]
     capacity = size if page_table is None else page_table.shape[1] * size
+    caches = [(host(x), _slots(scales, x.shape)) for x, scales in caches]
     for b in range(len(q)):
         length = capacity if lengths is None else int(host(lengths)[b])
         total = length + appended
         pages = None if page_table is None else host(page_table)[b, : -(-total // max(size, 1))]
         there = [0] if page_table is None else pages[length // max(size, 1) :]
-        fits = not appended or (0 <= length and total <= capacity and all(0 <= n < len(k_cache) for n in there))
+        fits = not appended or (0 <= length and total <= capacity and all(0 <= n < len(first) for n in there))
         if not fits or (rotary is not None and total > len(rotary[0])):
             yield None
             continue
-        if page_table is None:
-            q1, k1, v1 = (x[b] for x in (q, k_cache, v_cache))
-        else:
-            known = pages[: -(-length // max(size, 1))]
-            q1, k1, v1 = q[b], *(
-                cache[known].swapaxes(0, 1).reshape(cache.shape[1], -1, cache.shape[-1]) for cache in (k_cache, v_cache)
-            )
-        k1, v1 = k1[:, :length], v1[:, :length]
+        known = None if page_table is None else pages[: -(-length // max(size, 1))]
+
+        def own(x, b=b, length=length, known=known):
+            if x is None:
+                return None
+            if known is None:
+                return x[b, :, :length]
+            return x[known].swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[-1])[:, :length]
+
+        q1, ((k1, k_scales), *values) = q[b], [(own(x), own(scales)) for x, scales in caches]
         new = [] if k_new is None else [host(k_new)[b]]
         if rotary is not None and total > 0:
             positions = np.maximum(np.arange(total - q.shape[-2], total), 0)
@@ -243,8 +253,26 @@ def sequences(
             q1, *new = (rotate(x, *angles, interleaved=rotary_interleaved) for x in (q1, *new))
         if new:
             k1 = np.concatenate([k1.astype(new[0].dtype), *new], axis=1)
-            v1 = np.concatenate([v1, host(v_new)[b]], axis=1)
-        yield q1, k1, v1
+            values = [(np.concatenate([v1, host(v_new)[b]], axis=1), None) for v1, _ in values]
+        yield q1, (k1, k_scales), *values
+
+
+def _slots(scales, cache_shape):
+    """Scales one a head or one a slot as one a slot."""
+    if scales is None:
+        return None
+    scales = host(scales)
+    scales = scales[:, None, None] if scales.ndim == 1 else scales[..., None]
+    return np.broadcast_to(scales, (*cache_shape[:-1], 1))
+
+
+def dequantised(x, scales=None, kv_format=None):
+    """What elements of a cache stand for, in float64: themselves or, for "e4m3", numbers of E4M3; times scales."""
+    if kv_format == "e4m3":
+        x = x.view(ml_dtypes.float8_e4m3fn)
+    x = double(x)
+    with np.errstate(all="ignore"):
+        return x if scales is None else x * double(scales)
 
 
 def scores(q, k, mask, scale):
