@@ -138,7 +138,8 @@ class Caches:
         for name, (cache, scales) in zip(("k_scale", "v_scale"), self.pairs[0], strict=True):
             found.append(own(cache))
             if scales is not None:
-                meant[name] = own(scales)[None, None] if scales.ndim > 1 else contenders.to_host(scales[key_head])[None]
+                heads = slice(key_head, key_head + 1)
+                meant[name] = own(scales)[None, None] if scales.ndim > 1 else contenders.to_host(scales)[heads]
         return found, meant | ({"kv_format": self.case.kv_format} if meant else {})
 
 

@@ -29,8 +29,8 @@ template <bool CVT>
 __device__ __forceinline__ void spread(E4M3, uint32 word, uint32& even, uint32& odd) {
     if constexpr (CVT) {
         const uint32 sorted = byte_permute(word, 0, 0x3120);
-        even = cvt_pair_of_e4m3(sorted);
-        odd = cvt_pair_of_e4m3(sorted >> 16);
+        even = cvt_pair_of_e4m3<0>(sorted);
+        odd = cvt_pair_of_e4m3<1>(sorted);
     } else {
         auto convert = [](uint32 bytes) {  // in the low halves
             const uint32 size = bytes & 0x007f007f, ones = (size + 0x00010001) & 0x00800080;

@@ -199,11 +199,14 @@ __device__ __forceinline__ uint32 multiply_pair(uint32 a, uint32 b) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
     return product;
 }
-// cvt: the two E4M3 numbers in the low half of a register to two of float16; sm_89 and newer.
-__device__ __forceinline__ uint32 cvt_pair_of_e4m3(uint32 pair) {
-    uint32 halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(pair)));
-    return halves;
+// cvt: the two E4M3 numbers in a half of a register, the low one or the high one, to two of float16; sm_89 and newer.
+template <int HALF>
+__device__ __forceinline__ uint32 cvt_pair_of_e4m3(uint32 pairs) {
+    uint32 made;
+    asm("{\n.reg .b16 half<2>;\nmov.b32 {half0, half1}, %1;\ncvt.rn.f16x2.e4m3x2 %0, half%2;\n}"
+        : "=r"(made)
+        : "r"(pairs), "n"(HALF));
+    return made;
 }
 
 // mma.m16n8k16: d += a b, and d = a b. With g = lane / 4 and t = lane % 4, d holds (row g; columns 2t, 2t + 1), then

@@ -25,8 +25,7 @@ static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of 16 keys");
 static_assert(STAGES > 1, "STAGES: one to copy to while another is read");
 
 constexpr int THREADS = WARP * WARPS;
-constexpr int BLOCKS = TILE_Q / 16;  // of 16 rows, one A operand each
-
+constexpr int BLOCKS = TILE_Q / 16;     // of 16 rows, one A operand each
 constexpr int WIDTH = sizeof(Element);  // bytes of a cache's element
 
 using QueryTile = Tile<HEAD_DIM>;
@@ -238,11 +237,10 @@ __device__ __forceinline__ void copy_rows(uint32 base, const char* source, const
         const char* address = source;
 #pragma unroll
         for (int n = 0; n < lane.ROWS; ++n) {
-            const int first = n * lane.ROW_STEP % RUN == 0, run = RUN == 1 ? n : n * lane.ROW_STEP / RUN;
-            const int key = lane.key(tile, n);
+            const int run = RUN == 1 ? n : n * lane.ROW_STEP / RUN, key = lane.key(tile, n);
             bool read = rows.page[run] >= 0;
             if (RUN > 1) read = read && key >= work.first_key && key < work.end_key;
-            if (first) {
+            if (n * lane.ROW_STEP % RUN == 0) {  // a run begins
                 const int place = key - pages.size.divide(key) * pages.size.value;
                 address = source + rows.page[run] * strides.batch1 + place * strides.row;
             } else {

@@ -99,7 +99,10 @@ PROBE(pairs_of_floats) {
     }
 }
 PROBE(floats_of_e4m3) {
-    for (int n = thread_index(); n < 256; n += WARP) output(args, n, cvt_pair_of_e4m3(n << 8 | (255 - n)));
+    for (int n = thread_index(); n < 256; n += WARP) {
+        output(args, n, cvt_pair_of_e4m3<0>(n << 8 | (255 - n)));
+        output(args, 256 + n, cvt_pair_of_e4m3<1>(n << 24 | (255 - n) << 16));
+    }
 }
 PROBE(pairs_of_halves) {
     for (int n = thread_index(); n < 4096; n += WARP) {

@@ -218,7 +218,9 @@ uint32 each_half(uint32 a, uint32 b, Of of) {
 }
 inline uint32 add_pair(uint32 a, uint32 b) { return each_half(a, b, [](float x, float y) { return x + y; }); }
 inline uint32 multiply_pair(uint32 a, uint32 b) { return each_half(a, b, [](float x, float y) { return x * y; }); }
-inline uint32 cvt_pair_of_e4m3(uint32 pair) {
+template <int HALF>
+uint32 cvt_pair_of_e4m3(uint32 pairs) {
+    const uint32 pair = pairs >> 16 * HALF;
     return emulator::half_of_e4m3(pair & 0xff) | static_cast<uint32>(emulator::half_of_e4m3(pair >> 8 & 0xff)) << 16;
 }
 
