@@ -3,6 +3,7 @@
     python bench/run.py decode                                   # bfloat16, 32 heads, head_dim 128
     python bench/run.py decode --cells 1x8192,64x1024 --key-heads 8 --page-size 16 --splits 4
     python bench/run.py decode --cells 1x65536,8x65536 --kv-format none,int8,e4m3 --scales slot     # 8-bit caches
+    python bench/run.py decode --append --contenders ''          # beside it, calls that append and rotate too
 
 A figure is one CUDA graph of several calls, one behind the other, over caches that take turns: at least 8 calls, and as
 many as read 256 MB, so that none finds its cache in L2. Their time is divided by their number. Contenders are captured
@@ -49,7 +50,11 @@ def cache_bytes(case, scales=None):
 
 
 class Caches:
-    """Queries and caches that take turns, random normal numbers, on the GPU."""
+    """Queries and caches that take turns, random normal numbers, on the GPU.
+
+    ``tables`` are keywords of a call, ``append`` what makes it write its last keys first and rotate them and q, so that
+    it reads as many.
+    """
 
     def __init__(self, case, scales=None):
         import cupy
@@ -65,6 +70,14 @@ class Caches:
         self.q = self._normal(random, (case.batch, case.heads, case.queries, case.head_dim))
         self.pairs = [(self._cache(random, shape), self._cache(random, shape)) for _ in range(count)]
         self.tables = {"lengths": cupy.full(case.batch, case.length, np.int32)}
+        rows = case.batch, case.key_heads, case.queries
+        angles = cupy.arange(case.length)[:, None] * 1e4 ** -(cupy.arange(case.head_dim // 2) / (case.head_dim // 2))
+        self.append = {
+            "lengths": self.tables["lengths"] - case.queries,
+            "k_new": self._normal(random, (*rows, case.head_dim)),
+            "v_new": self._normal(random, (*rows, case.value_dim)),
+            "rotary": tuple(f(angles).astype(np.float32) for f in (cupy.cos, cupy.sin)),
+        }
         if case.page_size:
             order = np.random.default_rng(7).permutation(pages).reshape(case.batch, -1)
             self.tables["page_table"] = cupy.asarray(order.astype(np.int32))
@@ -99,12 +112,12 @@ class Caches:
                 scales = found
         return elements, scales
 
-    def keywords(self, pair):
-        """What goes with a pair of caches."""
+    def scales_of(self, pair):
+        """Keywords that go with a pair of 8-bit caches."""
         if self.case.kv_format is None:
-            return self.tables
+            return {}
         (_, k_scale), (_, v_scale) = pair
-        return self.tables | {"kv_format": self.case.kv_format, "k_scale": k_scale, "v_scale": v_scale}
+        return {"kv_format": self.case.kv_format, "k_scale": k_scale, "v_scale": v_scale}
 
     def turns(self):
         """The pair of each call."""
@@ -126,20 +139,25 @@ class Caches:
         return found, meant | ({"kv_format": self.case.kv_format} if meant else {})
 
 
-def error_over_bound(case, caches, out):
+def error_over_bound(case, caches, out, append=False):
     """Worst error over bound of some heads of some sequences; NaN where out has one."""
     found = []
     for n in range(CHECKED):
         b, head = (case.batch - 1) * n // (CHECKED - 1), (case.heads - 1) * n // (CHECKED - 1)
         q = contenders.to_host(caches.q[b, head])
-        dense, meant = caches.dense(b, head)
+        dense, more = caches.dense(b, head)
         one = (x[None, None] for x in (q, *dense))
-        wanted = cuflash.bounds.decode(*one, path=gpu.path_of(case.dtype, case.engine), **meant)
+        if append:
+            key_head, new = head * case.key_heads // case.heads, caches.append
+            more |= {name: contenders.to_host(new[name][b, key_head])[None, None] for name in ("k_new", "v_new")}
+            more["rotary"] = tuple(map(contenders.to_host, new["rotary"]))
+            more["lengths"] = contenders.to_host(new["lengths"][b : b + 1])
+        wanted = cuflash.bounds.decode(*one, path=gpu.path_of(case.dtype, case.engine), **more)
         found.append(gpu.over_bound(contenders.to_host(out[b, head]), wanted.out[0, 0], wanted.out_bound[0, 0]))
     return float(np.max(found))
 
 
-def captured(caches, keywords, plan):
+def captured(caches, keywords):
     """A graph of our calls, as a function that launches it."""
     import cupy
 
@@ -148,12 +166,18 @@ def captured(caches, keywords, plan):
     out = cupy.empty((*caches.q.shape[:-1], caches.case.value_dim), caches.dtype)
 
     def call(pair):
-        cuflash.decode(caches.q, *(cache for cache, _ in pair), out=out, **caches.keywords(pair), **keywords)
+        cuflash.decode(caches.q, *(cache for cache, _ in pair), out=out, **keywords, **caches.scales_of(pair))
 
-    parts = next((math.prod(buffer.shape) for buffer in plan.buffers if buffer.name == "parts"), 0)
+    first = caches.pairs[0]
+    plan = cuflash.explain("decode", caches.q, *(cache for cache, _ in first), **keywords, **caches.scales_of(first))
+    sizes = [
+        math.prod(buffer.shape) * (ELEMENTS[buffer.dtype].itemsize if buffer.dtype in ELEMENTS else 4)
+        for buffer in plan.buffers
+        if buffer.name in ("totals", "rotated", "parts")
+    ]
     with stream:
         call(caches.pairs[0])
-        held = [cupy.empty(parts, np.float32) for _ in range(caches.calls)]  # the pool has them when the graph is made
+        held = [cupy.empty(size, np.uint8) for size in sizes * caches.calls]  # the pool has them for the graph
         del held
         stream.begin_capture()
         for pair in caches.turns():
@@ -199,13 +223,14 @@ def measure(case, options, rivals):
 
     caches = Caches(case, options.scales)
     keywords = {"engine": case.engine, "splits": options.splits, "batch_invariant": options.batch_invariant}
-    first = [caches.q, *(cache for cache, _ in caches.pairs[0])], caches.keywords(caches.pairs[0]) | keywords
-    out = cuflash.decode(*first[0], **first[1])
+    keywords |= caches.tables
+    first = [caches.q, *(cache for cache, _ in caches.pairs[0])], caches.scales_of(caches.pairs[0])
+    out = cuflash.decode(*first[0], **keywords, **first[1])
     error = error_over_bound(case, caches, out)
     if not error <= 1:
         raise ArithmeticError(f"error over bound is {error}")
-    plan = cuflash.explain("decode", *first[0], **first[1])
-    calls = {"ours": captured(caches, keywords, plan)}
+    plan = cuflash.explain("decode", *first[0], **keywords, **first[1])
+    calls = {"ours": captured(caches, keywords)}
     for name, contender in rivals.items():
         try:
             if not isinstance(contender, contenders.Torch):
@@ -218,12 +243,21 @@ def measure(case, options, rivals):
                 raise contenders.Unfit(f"its answer is {far:.3g} from ours")
         except Exception as error_theirs:
             contenders.left_out(name, error_theirs)
+    append = options.append and case.kv_format is None
+    if append:  # last, since it writes to the caches
+        appended = cuflash.decode(*first[0], **keywords | caches.append)
+        error = float(np.max([error, error_over_bound(case, caches, appended, append=True)]))  # NaN wins
+        if not error <= 1:
+            raise ArithmeticError(f"error over bound is {error} where it appends")
+        calls["append"] = captured(caches, keywords | caches.append)
     rounds = timing.interleave(
         timing.EventTimer(cold=False), calls, rounds=options.rounds, launches=max(options.launches // 4, 2)
     )
     count = caches.calls
     rounds = {name: [ms / count for ms in each] for name, each in rounds.items()}
     figures = timing.figures(rounds, rivals, options.rival)
+    own = timing.figures(rounds, ["append"] * append, None)
+    figures |= {what: own[what] | figures[what] for what in ("contenders", "ratios")}
     del calls, caches, first
     cupy.get_default_memory_pool().free_all_blocks()
     return record.case_row(
@@ -234,7 +268,7 @@ def measure(case, options, rivals):
         tflops=case.flops / figures["ms"] / 1e9,
         error_over_bound=error,
         calls=count,
-        most_splits=plan.steps[0].args["splits"],
+        most_splits=plan.steps[-1].args["splits"],
         batch_invariant=options.batch_invariant,
         scales=options.scales if case.kv_format else None,
     )

@@ -240,11 +240,8 @@ def decode_one(variant, seed, engine):
     keywords |= tables | {"engine": engine, "return_lse": True}
     results, again = (cuflash.decode(*arrays, **keywords) for _ in range(2))
     results, again = ([contenders.to_host(x) for x in each] for each in (results, again))
-    lengths = np.array(recipe.lengths, int)
     path = gpu.path_of(recipe.dtype, engine)
-    q, k, v, *scales = values
-    meant = recipe.keywords | (scales[0] if scales else {})
-    wanted = cuflash.bounds.decode(q, k, v, path=path, lengths=lengths, **meant)
+    wanted = cuflash.bounds.decode(*values[:3], path=path, **recipe.meant(values))
     found = [0.0]
     for b, judged in enumerate(rows):
         for actual, exact, bound in (
@@ -256,7 +253,9 @@ def decode_one(variant, seed, engine):
         if one.tobytes() != other.tobytes():
             found.append(np.nan)
     notable = {
-        "several_splits": bool(steps) and steps[0].args["splits"] > 1,
+        "several_splits": bool(steps) and steps[-1].args["splits"] > 1,
+        "appends": recipe.append,
+        "rotary": recipe.rotary > 0,
         "pages": recipe.page_size is not None,
         "empty_rows": bool(np.any(np.isneginf(results[1]))),
         "views": {recipe.q, recipe.k, recipe.v} != {"contiguous"},
@@ -265,7 +264,7 @@ def decode_one(variant, seed, engine):
         "hidden_infinity": garbage is not None,
         "scales_of_slots": "slot" in (recipe.k_scale, recipe.v_scale),
     }
-    return steps[0].variant.name if steps else None, float(np.max(found)), notable
+    return steps[-1].variant.name if steps else None, float(np.max(found)), notable
 
 
 def try_one(variant, seed, engine):

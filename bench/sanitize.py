@@ -27,7 +27,7 @@ from cuflash import _plan
 from cuflash._dtypes import ELEMENTS, FORMATS
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-AROUND = ("backward_rows", "backward_dq_sm90", "backward_finish")  # run with the kernels that they surround
+AROUND = ("append", "backward_rows", "backward_dq_sm90", "backward_finish")  # run with the kernels that they surround
 DONE = "sanitized: "  # begins the line that says what ran
 
 
@@ -50,13 +50,33 @@ def dims_of(variant, exact):
     return (variant.head_dim, variant.value_dim) if exact else (variant.head_dim - 8, variant.value_dim - 7)
 
 
+def appended(q, k, v):
+    """Arrays that make a call of decode an append with rotation; for the second of two sequences there is no room."""
+    queries, capacity = q.shape[2], k.shape[2]
+    angles = np.arange(capacity)[:, None] / np.arange(1, q.shape[3] // 4 + 1)
+    return {
+        "lengths": np.array([capacity - queries, capacity - queries + 1], np.int32),
+        "k_new": k[:, :, :queries].copy(),
+        "v_new": v[:, :, :queries].copy(),
+        "rotary": tuple(f(angles).astype(np.float32) for f in (np.cos, np.sin)),
+        "overflow": np.zeros(2, np.int32),
+    }
+
+
 def run_once(function, arrays, keywords):
     """Run a function on q, k and v: the names of the variants that were launched for it."""
     host, arrays = arrays, [gpu.to_device(x) for x in arrays]
     if function == "decode":
-        moved = {name: gpu.to_device(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()}
-        cuflash.decode(*arrays, lengths=gpu.to_device(np.array([host[1].shape[2], 7], np.int32)), **moved)
-        return [step.variant.name for step in gpu.steps_of("decode", *host, **keywords)]
+        names = []
+        layouts = keywords
+        keywords = {name: gpu.to_device(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()}
+        steps = ({"lengths": np.array([host[1].shape[2], 7], np.int32)}, appended(*host))
+        for more in steps[: 1 if "kv_format" in keywords else 2]:  # nothing is appended to 8 bits
+            rotary = {name: tuple(map(gpu.to_device, x)) for name, x in more.items() if name == "rotary"}
+            given = {name: gpu.to_device(x) for name, x in more.items() if name != "rotary"}
+            cuflash.decode(*arrays, **given, **rotary, **keywords)
+            names += [step.variant.name for step in gpu.steps_of("decode", *host, **more, **layouts)]
+        return names
     out, lse = cuflash.forward(*arrays, return_lse=True, **keywords)
     steps = gpu.steps_of("forward", *host, **keywords)
     if function == "backward":

@@ -2,12 +2,13 @@
 
 from . import bounds, reference
 from ._api import backward, decode, explain, forward, merge, quantize, vjp
+from ._cache import PagedCache
 from ._compile import CompileError
 
 __version__ = "0.1.0"
 __all__ = [
-    "CompileError", "backward", "bounds", "decode", "explain", "forward", "merge", "quantize", "reference", "testing",
-    "vjp",
+    "CompileError", "PagedCache", "backward", "bounds", "decode", "explain", "forward", "merge", "quantize",
+    "reference", "testing", "vjp",
 ]  # fmt: skip
 
 

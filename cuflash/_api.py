@@ -181,23 +181,27 @@ def vjp(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, eng
 
 
 def decode(
-    q, k_cache, v_cache, *, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None, scale=None,
-    causal=True, window=None, splits=None, batch_invariant=False, return_lse=False, out=None, engine=None,
+    q, k_cache, v_cache, *, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None, k_new=None,
+    v_new=None, rotary=None, rotary_interleaved=False, overflow=None, scale=None, causal=True, window=None, splits=None,
+    batch_invariant=False, return_lse=False, out=None, engine=None,
 ):  # fmt: skip
-    """Attention of each sequence's newest rows against its cache. On a GPU for float16 and bfloat16.
+    """Attention of each sequence's newest rows against its cache, to which it may append their keys and values first.
+
+    On a GPU for float16 and bfloat16.
 
     Parameters
     ----------
     q : array, shape (sequences, heads, queries, head_dim)
         The last ``queries`` positions of each sequence.
     k_cache : array, shape (sequences, key_heads, capacity, head_dim)
-        Keys, those of the rows of q included. With ``page_table``, shape (pages, key_heads, page_size, head_dim). Any
-        strides: an array ``x`` of shape (pages, page_size, key_heads, head_dim) is passed as ``x.swapaxes(1, 2)``.
+        Keys, those of the rows of q included unless ``k_new`` has them. With ``page_table``, shape (pages, key_heads,
+        page_size, head_dim). Any strides: an array ``x`` of shape (pages, page_size, key_heads, head_dim) is passed as
+        ``x.swapaxes(1, 2)``.
     v_cache : array, shape (sequences, key_heads, capacity, value_dim)
         Values, likewise.
     lengths : array of int, shape (sequences,), optional
-        Keys of each sequence; what the cache holds beyond is not read. Default: all of them. Arrays on a GPU are not
-        read by the host, and lengths outside 0 to the capacity are taken for the nearer of these.
+        Keys of each sequence, before an append; what the cache holds beyond is not read. Default: all of them. Arrays
+        on a GPU are not read by the host, and lengths outside 0 to the capacity are taken for the nearer of these.
     page_table : array of int, shape (sequences, most pages), optional
         Page n of a sequence holds its keys from ``n * page_size``. Entries past a length are not looked at. On a GPU a
         page that does not exist is not read: rows that see one of its keys are NaN, and others of their sequence may
@@ -210,8 +214,25 @@ def decode(
         How caches of 8-bit elements are read: int8 arrays as the numbers they hold (None will do), uint8 arrays as
         FP8 E4M3 with bias 7, which has no infinities, NaN where all other bits than the sign are 1. q is float16 or
         bfloat16 then. `quantize` makes such arrays and their scales.
+    k_new : array, shape (sequences, key_heads, queries, head_dim), optional
+        Keys of the rows of q, of its dtype. They are written to ``k_cache`` at the positions ``lengths[b]`` to
+        ``lengths[b] + queries - 1`` of each sequence, which has so many keys more in this call; nothing else changes,
+        nor does ``lengths``, which is required then. The caches may share no element with another array of the call.
+    v_new : array, shape (sequences, key_heads, queries, value_dim), optional
+        Their values, likewise; with ``k_new`` or not at all.
+    rotary : (cos, sin), optional
+        Two arrays of shape (positions, pairs), of float32 or q's dtype. In q, and in ``k_new`` before it is written,
+        columns x and y of pair d become ``x * cos[p, d] - y * sin[p, d]`` and ``y * cos[p, d] + x * sin[p, d]`` in a
+        row at position p; in float32 (float64 for float64), rounded once. Columns beyond the pairs stay. Row i is at
+        the position of key ``keys - queries + i`` of its sequence, after an append; at 0 where that is negative.
+    rotary_interleaved : bool, default False
+        Whether pair d is columns 2d and 2d + 1 instead of d and ``d + pairs``.
+    overflow : array of int32, shape (sequences,), optional
+        With ``k_new``: becomes 1 for each sequence whose new keys do not fit, else 0. They do not where they would pass
+        the capacity, a page for them does not exist, a length is negative, or ``rotary`` has too few positions. The
+        cache of such a sequence is left as it is, and its out and lse are NaN.
     causal : default True
-        As in `forward`, bottom-right against each sequence's own length.
+        As in `forward`, bottom-right against each sequence's own length, after an append.
     splits : int, optional
         Into how many parts, at most, the keys of a sequence are split among blocks of a GPU. Default: what fills the
         GPU, which depends on batch, heads and capacity, and with it the order of sums. NumPy arrays: no effect.
@@ -230,16 +251,19 @@ def decode(
     Raises
     ------
     TypeError, ValueError
-        As in `forward`; for NumPy arrays also for lengths beyond the cache and pages that do not exist.
+        As in `forward`, also for caches that cannot be appended to; for NumPy arrays also for lengths beyond the cache
+        and pages that do not exist, of keys that are there before the call.
     NotImplementedError
         For CuPy arrays of float32 and float64.
 
     Notes
     -----
     On a GPU the method is Flash-Decoding [1]_. The same inputs on the same GPU give the same bits, wherever pages lie.
-    A call can be captured into a CUDA graph: lengths, page table and caches may change between replays. Caches whose
-    rows do not begin at multiples of 16 bytes are copied, all of them, on each call; lengths and page tables of
-    other integers than int32 are converted. The error is inside the bound of `cuflash.bounds`.
+    A call can be captured into a CUDA graph: lengths, page table and caches may change between replays, and where it
+    appends, whoever replays it adds ``queries`` to lengths in between. Caches whose rows do not begin at multiples of
+    16 bytes are copied, all of them, on each call; lengths and page tables of other integers than int32 are converted.
+    An append or a rotation is one launch more, and a rotated q one more array of its size. The error is inside the
+    bound of `cuflash.bounds`.
 
     References
     ----------
@@ -252,10 +276,23 @@ def decode(
     >>> cuflash.decode(cache[:, :, :1], cache, cache, lengths=np.array([3, 0])).squeeze()
     array([[1., 1., 1., 1.],
            [0., 0., 0., 0.]], dtype=float32)
+
+    Two steps that append; for the second, one sequence has no room.
+
+    >>> k, v, new = cache.copy(), cache.copy(), np.full((2, 1, 1, 4), 5, np.float32)
+    >>> lengths, overflow = np.array([3, 7]), np.zeros(2, np.int32)
+    >>> for _ in range(2):
+    ...     out = cuflash.decode(new, k, v, lengths=lengths, k_new=new, v_new=new, overflow=overflow)
+    ...     lengths += 1
+    >>> k[:, 0, :, 0]
+    array([[1., 1., 1., 5., 5., 1., 1., 1.],
+           [1., 1., 1., 1., 1., 1., 1., 5.]], dtype=float32)
+    >>> overflow, np.isnan(out).any(axis=(1, 2, 3))
+    (array([0, 1], dtype=int32), array([False,  True]))
     """
     return _launch.decode(
-        q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, scale, causal, window, splits,
-        batch_invariant, return_lse, out, engine,
+        q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved,
+        overflow, scale, causal, window, splits, batch_invariant, return_lse, out, engine,
     )  # fmt: skip
 
 

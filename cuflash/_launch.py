@@ -10,6 +10,7 @@ import struct
 import sys
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -18,7 +19,7 @@ from . import _compile, _numpy, _plan, _problem
 from ._dtypes import E4M3, ELEMENTS, KINDS
 from ._layout import Integers
 from ._tensor_map import tensor_map
-from ._variant import DECODE_POINTERS
+from ._variant import APPEND_POINTERS, DECODE_POINTERS
 
 MOST_CALLS = 1024  # prepared calls that are kept
 
@@ -120,8 +121,9 @@ def explain(function, arrays, keywords):
         "forward": {"causal": False, "return_lse": False, "out": None},
         "backward": {"causal": False, "dlse": None, "grads": None},
         "decode": {
-            "causal": True, "return_lse": False, "out": None, "lengths": None, "page_table": None, "splits": None,
-            "batch_invariant": False, "k_scale": None, "v_scale": None, "kv_format": None,
+            "causal": True, "return_lse": False, "out": None, "lengths": None, "page_table": None, "k_scale": None,
+            "v_scale": None, "kv_format": None, "k_new": None, "v_new": None, "rotary": None,
+            "rotary_interleaved": False, "overflow": None, "splits": None, "batch_invariant": False,
         },
     }[function] | {"scale": None, "window": None, "engine": None}  # fmt: skip
     wanted = names[function].split()
@@ -456,6 +458,10 @@ def _summed(array, axes):
     return array
 
 
+# Decode: what its callers call the arrays that kernels know by shorter names.
+_DECODE_NAMES = {"k": "k_cache", "v": "v_cache", "cos": "rotary cos", "sin": "rotary sin"}
+
+
 class _NumpyDecode:
     """A call of the CPU engine."""
 
@@ -463,86 +469,120 @@ class _NumpyDecode:
         self.problem = problem
         self.out = _Allocation(_plan.Buffer("out", problem.out_shape, problem.dtype, problem.q.order))
 
-    def __call__(self, q, k, v, lengths, page_table, k_scale, v_scale, out):
+    def __call__(self, given, out):
         problem = self.problem
         out = self.out(np.empty) if out is None else out
         lse = np.empty(problem.lse_shape, ELEMENTS[problem.dtype].lse) if problem.return_lse else None
-        _numpy.decode(problem, q, k, v, lengths, page_table, k_scale, v_scale, out, lse)
+        scales = [given.pop(name) for name in ("k_scale", "v_scale")]
+        q, lengths = _numpy.append(problem, **given)
+        _numpy.decode(problem, q, given["k"], given["v"], lengths, given["page_table"], *scales, out, lse)
         return (out, lse) if problem.return_lse else out
+
+
+class _GpuAppend(_Gpu):
+    """What a prepared call of ``decode`` launches first, where it appends or rotates."""
+
+    def __init__(self, problem, plan, backend):
+        super().__init__(problem, plan, APPEND_POINTERS, backend)
+        self.made = {x.name: _Allocation(x) for x in plan.buffers if x.name in ("totals", "rotated")}
+
+    def _run(self, held):
+        """Launch on arrays by name; what it has made."""
+        made = {name: allocation(self.empty) for name, allocation in self.made.items()}
+        held = held | made
+        self._launch([0 if (x := held.get(name)) is None else x.data.ptr for name in self.names])
+        return made
 
 
 class _GpuDecode(_Gpu):
     """A prepared call of ``decode`` on a GPU."""
 
     def __init__(self, problem, plan, backend=None):
-        super().__init__(problem, plan, DECODE_POINTERS, backend)
+        before = tuple(step for step in plan.steps if step.variant.kernel == "append")
+        super().__init__(problem, replace(plan, steps=plan.steps[len(before) :]), DECODE_POINTERS, backend)
+        self.append = _GpuAppend(problem, replace(plan, steps=before), self.backend) if before else None
         self.return_lse = problem.return_lse
         self.out, self.lse = map(_Allocation, plan.buffers[:2])
+        buffers = {buffer.name: buffer for buffer in plan.buffers}
+        stands = {name: made for name, made in (("lengths", "totals"), ("q", "rotated")) if made in buffers}
+        self.read = [stands.get(name, name) for name in self.names[:-1]]  # the last are counters
+        self.early = tuple(name for name in self.copies if name not in ("k", "v"))
+        self.late = tuple(name for name in self.copies if name in ("k", "v"))  # with what an append has written
         self.parts, self.splits = None, 0
-        if len(plan.buffers) > 2:
-            parts, arrived = plan.buffers[2:]
-            self.parts, self.splits = _Allocation(parts), math.prod(arrived.shape)
+        if "parts" in buffers:
+            self.parts, self.splits = _Allocation(buffers["parts"]), math.prod(buffers["arrived"].shape)
             self.backend.counters(self.device, self.splits)  # so that there are some
 
-    def _run(self, q, k, v, lengths, page_table, k_scale, v_scale, out):
+    def _run(self, given, out):
         result = self.out(self.empty) if out is None else out
         lse = self.lse(self.empty) if self.return_lse else None
-        if self.steps:
-            self._decode(q, k, v, result, lse, lengths, page_table, k_scale, v_scale)
+        if self.steps or self.append:
+            self._decode(given | {"out": result, "lse": lse})
         return (result, lse) if self.return_lse else result
 
-    def _decode(self, *operands):
-        """Launch on operands in the order of the pointers."""
-        arrays, copies = operands, self.copies
-        if copies:
-            given = zip(self.names, operands, strict=False)
-            arrays = [self._laid_out(copies[name], x) if name in copies else x for name, x in given]
-        parts, counters = None, 0
+    def _decode(self, given):
+        """Launch on arrays by name."""
+        made, counters = {}, 0
+        for name in self.early:
+            made[name] = self._laid_out(name, given[name])
+        if self.append:
+            made |= self.append._run(given | made)
+        for name in self.late:
+            made[name] = self._laid_out(name, given[name])
         if self.parts is not None:
-            parts, counters = self.parts(self.empty), self.backend.counters(self.device, self.splits)
-        self._launch([*(0 if x is None else x.data.ptr for x in (*arrays, parts)), counters])
-        if "out" in copies:
-            result = operands[self.names.index("out")]
-            result[...] = arrays[self.names.index("out")][..., : result.shape[-1]]
-        if (copies or counters) and self.backend.is_capturing():
-            _kept.append((arrays, parts))
+            made["parts"], counters = self.parts(self.empty), self.backend.counters(self.device, self.splits)
+        held = given | made
+        self._launch([*(0 if (x := held.get(name)) is None else x.data.ptr for name in self.read), counters])
+        if "out" in made:
+            given["out"][...] = made["out"][..., : given["out"].shape[-1]]
+        if made and self.backend.is_capturing():
+            _kept.append(made)
 
-    def _laid_out(self, copy, array):
+    def _laid_out(self, name, array):
         """What stands for an operand that a kernel cannot address."""
+        copy = self.copies[name]
         if isinstance(copy, Integers):
             return self.backend.integers(array, copy.lowest, copy.highest)
-        return self._rows(copy) if copy.name == "out" else self._copied(copy, array)
+        return self._rows(copy) if name == "out" else self._copied(copy, array)
 
 
 def decode(
-    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, scale, causal, window, splits,
-    batch_invariant, return_lse, out, engine,
+    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved,
+    overflow, scale, causal, window, splits, batch_invariant, return_lse, out, engine,
 ):  # fmt: skip
     """Run ``decode``: by a prepared call where one of its kind has been made before."""
-    arrays = q, k_cache, v_cache, lengths, page_table, k_scale, v_scale
-    given = [x for x in (*arrays, out) if x is not None]
+    cos, sin = _problem.rotary_pair(rotary) or (None, None)
+    given = {
+        "q": q, "k": k_cache, "v": v_cache, "lengths": lengths, "page_table": page_table, "k_scale": k_scale,
+        "v_scale": v_scale, "k_new": k_new, "v_new": v_new, "cos": cos, "sin": sin, "overflow": overflow,
+    }  # fmt: skip
+    arrays = [x for x in (*given.values(), out) if x is not None]
     kind = (
-        "decode", *(x is None for x in arrays[3:]), kv_format, out is None, return_lse, splits, type(splits),
+        "decode", *(given[name] is None for name in ("lengths", "page_table", "k_scale", "v_scale", "k_new", "cos")),
+        overflow is None, out is None, kv_format, bool(rotary_interleaved), return_lse, splits, type(splits),
         bool(batch_invariant),
     )  # fmt: skip
-    key, call = _prepared(given, kind, scale, causal, window, engine)
-    names = "q", "k_cache", "v_cache", "lengths", "page_table", "k_scale", "v_scale"
+    key, call = _prepared(arrays, kind, scale, causal, window, engine)
     if call is not None:
-        if out is not None:
-            named = zip(names, arrays, strict=True)
-            _problem.check_overlap("decode", "out", out, {name: x for name, x in named if x is not None})
-        return call(*arrays, out)
-    *arrays, out = (
-        x if x is None else _problem.adopt("decode", name, x)
-        for name, x in zip((*names, "out"), (*arrays, out), strict=True)
-    )
+        if out is not None or k_new is not None:
+            read = {_DECODE_NAMES.get(name, name): x for name, x in given.items() if x is not None}
+            written = () if k_new is None else ("k_cache", "v_cache", "overflow")
+            written = {name: read.pop(name) for name in written if name in read}
+            _problem.check_overlaps("decode", written if out is None else written | {"out": out}, read)
+        return call(given, out)
+    for name, x in given.items():
+        given[name] = x if x is None else _problem.adopt("decode", _DECODE_NAMES.get(name, name), x)
+    out = out if out is None else _problem.adopt("decode", "out", out)
+    named = {{"k": "k_cache", "v": "v_cache"}.get(name, name): x for name, x in given.items()}
+    cos, sin = named.pop("cos"), named.pop("sin")
     problem = _problem.decode(
-        **dict(zip(names, arrays, strict=True)), kv_format=kv_format, scale=scale, causal=causal, window=window,
-        splits=splits, batch_invariant=batch_invariant, return_lse=return_lse, out=out, engine=engine,
+        **named, rotary=None if rotary is None else (cos, sin), rotary_interleaved=rotary_interleaved,
+        kv_format=kv_format, scale=scale, causal=causal, window=window, splits=splits,
+        batch_invariant=batch_invariant, return_lse=return_lse, out=out, engine=engine,
     )  # fmt: skip
     plan = make_plan(problem)
     call = (_NumpyDecode if plan.engine == "numpy" else _GpuDecode)(problem, plan)
-    result = call(*arrays, out)
+    result = call(given, out)
     _keep(key, call)
     return result
 

@@ -62,8 +62,58 @@ def forward(problem, q, k, v, out, lse):
         pass
 
 
+def append(problem, q, k, v, lengths, page_table, k_new, v_new, cos, sin, overflow):
+    """Write new keys and values into the caches and ``overflow``; return q, rotated, and the lengths after.
+
+    A sequence whose rows do not fit keeps its cache, and its length is -1.
+    """
+    if k_new is None and cos is None:
+        return q, lengths
+    size, queries = max(k.shape[2], 1), problem.queries
+    totals = np.full(len(q), problem.keys) if lengths is None else lengths.astype(np.int64) + problem.appended
+    q = q if cos is None else q.copy()
+    for b, total in enumerate(totals.tolist()):
+        first = total - queries
+        fits = problem.appended <= total <= problem.keys and (cos is None or total <= len(cos))
+        pages, places = b, slice(first, total)
+        if fits and problem.appended and page_table is not None:
+            pages, places = np.divmod(np.arange(first, total), size)
+            pages = page_table[b, pages]
+            fits = bool(((pages >= 0) & (pages < len(k))).all())
+        if overflow is not None:
+            overflow[b] = not fits
+        if not fits:
+            totals[b] = -1
+            continue
+        turn = None
+        if cos is not None and total > 0:
+            positions = np.maximum(np.arange(first, total), 0)
+            turn = cos[positions], sin[positions], problem.rotary_interleaved
+            q[b] = _rotate(q[b], *turn, _work(problem))
+        if problem.appended:
+            new = k_new[b] if turn is None else _rotate(k_new[b], *turn, _work(problem))
+            for cache, rows in ((k, new), (v, v_new[b])):
+                cache[pages, :, places] = rows if page_table is None else rows.swapaxes(0, 1)
+    return q, totals
+
+
+def _rotate(x, cos, sin, interleaved, work):
+    """Rows of x (heads, rows, dim) whose first pairs of columns are turned, rounded once."""
+    turned, half = x.copy(), cos.shape[-1]
+    columns = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    first, second = (x[..., part].astype(work) for part in columns)
+    cos, sin = cos.astype(work), sin.astype(work)
+    with np.errstate(all="ignore"):
+        turned[..., columns[0]] = first * cos - second * sin
+        turned[..., columns[1]] = second * cos + first * sin
+    return turned
+
+
 def decode(problem, q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, out, lse):
-    """Write ``out`` and, unless it is None, ``lse``; of sequence b the caches hold ``lengths[b]`` keys."""
+    """Write ``out`` and, unless it is None, ``lse``; of sequence b the caches hold ``lengths[b]`` keys.
+
+    Rows of a sequence whose length is negative are NaN.
+    """
 
     def reader(cache, b, head):
         return _dense(cache[b, head]) if page_table is None else _paged(cache[:, head], page_table[b])
@@ -86,6 +136,11 @@ def decode(problem, q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, 
     tasks = []
     for b in range(len(q)):
         length = problem.keys if lengths is None else int(lengths[b])
+        if length < 0:
+            out[b] = np.nan
+            if lse is not None:
+                lse[b] = np.nan
+            continue
         mask = _masks.make(problem.queries, length, problem.causal, problem.window)
         tasks += [(b, *task) for task in _tasks(problem, mask, length)]
     for _ in _each(problem, run, tasks):

@@ -146,6 +146,7 @@ def variants(limits):
     }
     for dtype in ("float16", "bfloat16"):
         found |= {decode_variant(dtype, dim, limits, rows): None for dim in DECODE_TILES for rows in (1, 17)}
+        found |= {append_variant(dtype): None}
         found |= {backward_variant(dtype, *pair, limits): None for pair in pairs}
         found |= {rows_variant(dtype): None, finish_variant(dtype): None}
         if not_hopper(limits) is None:
@@ -262,6 +263,11 @@ def decode_variant_of(kind, head_dim, value_dim, limits, rows=1):
     if kind in FORMATS:
         return decode_8bit_variant(kind, decode_8bit_dims(head_dim, value_dim)[0], limits)
     return decode_variant(kind, decode_dims(head_dim, value_dim)[0], limits, rows)
+
+
+def append_variant(dtype):
+    """The step before decode that appends and rotates: a warp a row."""
+    return Variant("append", dtype, "window", 256, 256, 1, 1, 8, 4, 1, 0)
 
 
 # Engines --------------------------------------------------------------------------------------------------------
@@ -518,14 +524,15 @@ def _filled(rows, tile):
 # Decode ---------------------------------------------------------------------------------------------------------
 
 INVARIANT_KEYS = 1024  # of a split whose ends are to be the same in every batch
-FEWEST_KEYS = 256  # of a split: fewer are read sooner than their part is added
-FEWEST_BESIDE_OTHERS = 1024  # where there are blocks enough without splits
-MOST_KEYS = 4096  # of a split where caches are full, so that one long sequence among short ones does not take long,
+FEWEST_BESIDE_OTHERS = 1024  # keys of a split, where there are blocks enough without
+# Keys of a split where caches are full, so that one long sequence among short ones does not take long: with 4096, 1.03
+# of the time where all are long.
+MOST_KEYS = 16384
 MOST_WAVES = 16  # so long as the blocks are no more, for those of short sequences have nothing to do but end
 
 
 def _portable_decode(problem, limits, reason):
-    """One launch, or several where blocks are too many; see the head of ``kernels/decode.cu``."""
+    """One launch, or several where blocks are too many, after those of `_append`; see ``kernels/decode.cu``."""
     rows, element = problem.queries * problem.group, ELEMENTS[problem.dtype]
     kind = problem.kv_format or problem.dtype  # of the caches
     variant = decode_variant_of(kind, problem.head_dim, problem.value_dim, limits, rows)
@@ -542,11 +549,12 @@ def _portable_decode(problem, limits, reason):
     blocks = problem.key_heads * tiles * splits  # of a sequence
     if max(rows, blocks) > LARGEST_GRID:
         raise ValueError(f"decode: a sequence has {rows} rows, {blocks} blocks; wanted at most {LARGEST_GRID} of each")
-    if 0 in (sequences, rows):
+    before = problem.appended or problem.overflow or problem.cos and rows
+    if sequences == 0 or not (rows or before):
         return Plan("portable", reason, (), buffers)
 
     uses = {
-        "q": Use(problem.q, problem.dtype, 16, factor=factor),
+        "q": Use(problem.q, problem.dtype, 1 if problem.cos else 16, factor=factor),
         "out": Use(out, problem.dtype, 1, written=True),
     }
     operands, copies, _, where = _layout.lay_out(problem.batch, uses)
@@ -554,14 +562,15 @@ def _portable_decode(problem, limits, reason):
     caches = {"k": Use(problem.k, kind, 16), "v": Use(problem.v, kind, 16)}
     _, more, _, there = _layout.lay_out(pages, caches)
     where, copies = where | there, copies | more
-    page_size = max(problem.k.shape[-2], 1)
-    shift = (page_size - 1).bit_length()
+    paging, tables = _paging(problem)
+    copies |= tables
     left, right = problem.window or (None, None)
     right = min(LONGEST if right is None else right, 0 if problem.causal else LONGEST)
     args = {
         **{f"{name}_strides": places for name, places in where.items()},
         "queries": problem.queries,
         "capacity": problem.keys,
+        "appended": int(bool(before)),
         "heads": problem.heads,
         "group": problem.group,
         "head_dim": problem.head_dim,
@@ -570,10 +579,7 @@ def _portable_decode(problem, limits, reason):
         "tiles": tiles,
         "splits": splits,
         "fewest": fewest,
-        "pages": pages[0],
-        "page_size": page_size,
-        "page_multiplier": 2**32 * (2**shift - page_size) // page_size + 1,
-        "page_shift": shift,
+        **paging,
         "left": LONGEST if left is None else min(left, LONGEST),
         "right": right,
         "top_left": int(problem.causal == "top-left"),
@@ -586,6 +592,45 @@ def _portable_decode(problem, limits, reason):
             slots = len(scales.shape) == 3
             page, head, slot = scales.strides if slots else (0, *scales.strides, 0)
             args |= {f"{name}_slots": int(slots), f"{name}_scale_strides": (0, page, head, slot)}
+    steps = ()
+    if before:
+        steps, made = _append(problem, operands["q"], paging)
+        buffers += made
+        args["length_stride"] = 4  # of the totals
+        if problem.cos:
+            args["q_strides"] = (0, *_rotated(problem).strides[:3])
+    if splits > 1:
+        items = sequences * problem.key_heads * tiles
+        record = 4 * min(rows, variant.tile_q) * (variant.value_dim + 4)  # a row's quads, then its reference and sum
+        buffers += (
+            Buffer("parts", (items * splits, record // 4), "float32", (0,)),
+            Buffer("arrived", (items,), "int32", (), zeroed=True),
+        )
+    together = LARGEST_GRID // max(blocks, 1)  # sequences of a launch
+    steps += tuple(
+        Step(
+            variant,
+            grid=min(sequences - first, together) * blocks,
+            threads=32 * variant.warps,
+            shared_bytes=variant.shared_bytes,
+            args={**args, "first_sequence": first},
+        )
+        for first in range(0, sequences if rows else 0, together)
+    )
+    return Plan("portable", reason, tuple(copies.values()), buffers, steps)
+
+
+def _paging(problem):
+    """Arguments that say where lengths, page table and pages lie; and the tables to be converted, by name."""
+    pages, _, page_size, _ = problem.k.shape
+    page_size = max(page_size, 1)
+    shift = (page_size - 1).bit_length()
+    args, copies = {
+        "pages": pages,
+        "page_size": page_size,
+        "page_multiplier": 2**32 * (2**shift - page_size) // page_size + 1,
+        "page_shift": shift,
+    }, {}
     for table, strides in (
         (problem.lengths, ("length_stride",)),
         (problem.page_table, ("table_stride", "table_step")),
@@ -594,30 +639,67 @@ def _portable_decode(problem, limits, reason):
             continue
         if table.dtype != "int32":
             kind = np.iinfo(table.dtype)
-            highest = {"lengths": problem.keys, "page_table": pages[0]}[table.name]
+            highest = {"lengths": problem.keys, "page_table": pages}[table.name]
             limits_of = max(-1, kind.min), min(highest, kind.max)
             copies[table.name] = _layout.Integers(table.name, table.shape, *limits_of)
         steps = table.strides if table.dtype == "int32" else contiguous((*table.shape, 1), range(len(table.shape)), 4)
         args |= dict(zip(strides, steps, strict=False))
-    if splits > 1:
-        items = sequences * problem.key_heads * tiles
-        record = 4 * min(rows, variant.tile_q) * (variant.value_dim + 4)  # a row's quads, then its reference and sum
-        buffers += (
-            Buffer("parts", (items * splits, record // 4), "float32", (0,)),
-            Buffer("arrived", (items,), "int32", (), zeroed=True),
-        )
-    together = LARGEST_GRID // blocks  # sequences of a launch
-    steps = tuple(
-        Step(
-            variant,
-            grid=min(sequences - first, together) * blocks,
-            threads=32 * variant.warps,
-            shared_bytes=variant.shared_bytes,
-            args={**args, "first_sequence": first},
-        )
-        for first in range(0, sequences, together)
-    )
-    return Plan("portable", reason, tuple(copies.values()), buffers, steps)
+    return args, copies
+
+
+def _rotated(problem):
+    """Where q lies once it is rotated: in C order, rows at multiples of 16 bytes."""
+    shape, itemsize = problem.q.shape, ELEMENTS[problem.dtype].itemsize
+    return Operand(shape, contiguous(shape, (0, 1, 2), itemsize, -(-shape[-1] * itemsize // 16) * 16), True)
+
+
+def _append(problem, q, paging):
+    """The launches before decode's, and their buffers; see the head of ``kernels/append.cu``."""
+    (sequences,), itemsize = problem.batch, ELEMENTS[problem.dtype].itemsize
+    variant, rotated = append_variant(problem.dtype), _rotated(problem)
+    steps_of = {"q": q, "k_new": problem.k_new, "v_new": problem.v_new, "k": problem.k, "v": problem.v}
+    rotated_heads = problem.heads if problem.cos else 0
+    rows = problem.queries * (rotated_heads + (2 * problem.key_heads if problem.appended else 0))
+    if rows > LARGEST_GRID:
+        raise ValueError(f"decode: a sequence has {rows} rows to append and rotate; wanted at most {LARGEST_GRID}")
+    rows = max(rows, 1)
+    args = {
+        **{f"{name}_steps": operand.strides for name, operand in steps_of.items() if operand},
+        "rotated_steps": rotated.strides,
+        **paging,
+        "rows": rows,
+        "queries": problem.queries,
+        "appended": problem.appended,
+        "capacity": problem.keys,
+        "rotated_heads": rotated_heads,
+        "key_heads": problem.key_heads,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "interleaved": int(problem.rotary_interleaved),
+    }
+    buffers = (Buffer("totals", (sequences, 1), "int32", (0,)),)
+    if problem.cos:
+        positions, half = problem.cos.shape
+        args |= {"half": half if positions else 0, "positions": min(positions, LONGEST)}
+        args["wide"] = int(problem.cos.dtype == "float32")
+        for table in (problem.cos, problem.sin):
+            args |= dict(zip((f"{table.name}_step", f"{table.name}_column"), table.strides, strict=True))
+        buffers += (Buffer("rotated", (*rotated.shape[:3], rotated.strides[2] // itemsize), problem.dtype, (0, 1, 2)),)
+    if problem.overflow:
+        (args["overflow_stride"],) = problem.overflow.strides
+    if problem.appended:
+        args |= {
+            f"{name}_vectors": int(all(_layout.in_chunks(x, itemsize) for x in operands))
+            for name, operands in (("k", (problem.k_new, problem.k)), ("v", (problem.v_new, problem.v)))
+        }
+    together = LARGEST_GRID // rows  # sequences of a launch
+    steps = []
+    for first in range(0, sequences, together):
+        items = min(sequences - first, together) * rows
+        blocks = -(-items // variant.warps)
+        step_args = {**args, "items": items, "first_sequence": first}
+        steps.append(Step(variant, blocks, 32 * variant.warps, variant.shared_bytes, step_args))
+    return tuple(steps), buffers
 
 
 def _splits(problem, variant, limits, items):
@@ -637,10 +719,12 @@ def _splits(problem, variant, limits, items):
         return max(min(problem.splits, most), 1), 1
     if problem.batch_invariant:
         return max(-(-most * tile // INVARIANT_KEYS), 1), INVARIANT_KEYS // tile
-    wave, items = limits.processors * variant.blocks_per_sm, max(items, 1)
-    filling = 2 * wave // items  # two whole waves, and no part of a third
-    balancing = min(-(-most * tile // MOST_KEYS), MOST_WAVES * wave // items)
-    fewest = FEWEST_KEYS if filling > 1 else FEWEST_BESIDE_OTHERS
+    items = max(items, 1)
+    # A block a multiprocessor reads as fast as two, and parts are half as many to add. On an H200, with 8 items: 1 x 8k
+    # 16.2 us with 16 splits, 18.6 with 33; 1 x 64k 67.6, 71.0 and, with 66, 82.3. With 64: 67.1 with 2, 67.9 with 4.
+    filling = -(-95 * limits.processors // (100 * items))
+    balancing = min(-(-most * tile // MOST_KEYS), MOST_WAVES * limits.processors * variant.blocks_per_sm // items)
+    fewest = tile * variant.warps if filling > 1 else FEWEST_BESIDE_OTHERS  # at least a tile for each warp
     return max(min(max(filling, balancing), -(-most * tile // fewest)), 1), fewest // tile
 
 

@@ -9,6 +9,7 @@ import math
 import numbers
 import sys
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Table:
-    """An array of integers or scales that goes with a cache, and how it lies in memory."""
+    """An array of integers, scales or angles that goes with a cache, and how it lies in memory."""
 
     name: str
     shape: tuple
@@ -91,8 +92,19 @@ class Problem:
     kv_format: str | None = None  # of 8-bit caches; None: they are of q's dtype
     k_scale: Table | None = None
     v_scale: Table | None = None
+    k_new: Operand | None = None
+    v_new: Operand | None = None
+    cos: Table | None = None
+    sin: Table | None = None
+    rotary_interleaved: bool = False
+    overflow: Table | None = None
     splits: int | None = None
     batch_invariant: bool = False
+
+    @property
+    def appended(self):
+        """Keys by which the call lengthens each sequence."""
+        return 0 if self.k_new is None else self.queries
 
     @property
     def group(self):
@@ -220,11 +232,18 @@ def _result(function, name, array, shape, dtype, inputs):
 
 def check_overlap(function, name, array, inputs):
     """Refuse a result that shares an element with an input. Exact: a slot of a packed buffer is legal."""
-    start, end = _extent(array)
-    for other, given in inputs.items():
-        first, last = _extent(given)
-        if first < end and start < last and np.shares_memory(_shadow(array), _shadow(given)):
-            raise ValueError(f"{function}: {name} shares memory with {other}; wanted memory of its own")
+    check_overlaps(function, {name: array}, inputs)
+
+
+def check_overlaps(function, written, read):
+    """The same of several arrays that are written, which share nothing with one another either."""
+    others = [(name, array, *_extent(array)) for name, array in read.items()]
+    for name, array in written.items():
+        start, end = _extent(array)
+        for other, given, first, last in others:
+            if first < end and start < last and np.shares_memory(_shadow(array), _shadow(given)):
+                raise ValueError(f"{function}: {name} shares memory with {other}; wanted memory of its own")
+        others.append((name, array, start, end))
 
 
 def _pointer(array):
@@ -233,13 +252,18 @@ def _pointer(array):
 
 def _extent(array):
     """First address of an array's elements and the one after the last."""
-    start = end = _pointer(array)
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        if stride > 0:
-            end += (length - 1) * stride
-        else:
-            start += (length - 1) * stride
-    return (start, end + array.itemsize) if array.size else (0, 0)
+    before, behind = _reach(array.shape, array.strides, array.itemsize)
+    pointer = _pointer(array)
+    return (pointer - before, pointer + behind) if behind else (0, 0)
+
+
+@lru_cache(maxsize=1024)  # a call that is prepared asks for the same ones again
+def _reach(shape, strides, itemsize):
+    """Bytes of an array before its first element, and from there to its end; 0 for an empty one."""
+    if 0 in shape:
+        return 0, 0
+    steps = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+    return -sum(step for step in steps if step < 0), sum(step for step in steps if step > 0) + itemsize
 
 
 class _Address:
@@ -465,17 +489,21 @@ def backward(dout, q, k, v, out, lse, *, scale, causal, window, dlse, grads, eng
 
 
 def decode(
-    q, k_cache, v_cache, *, lengths, page_table, k_scale, v_scale, kv_format, scale, causal, window, splits,
-    batch_invariant, return_lse, out, engine,
+    q, k_cache, v_cache, *, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved,
+    overflow, scale, causal, window, splits, batch_invariant, return_lse, out, engine,
 ):  # fmt: skip
     """Validate a call of ``decode``."""
     names = ("q", "k_cache", "v_cache")
     inputs = dict(zip(names, (q, k_cache, v_cache), strict=True))
     tables = {name: x for name, x in (("lengths", lengths), ("page_table", page_table)) if x is not None}
     scales = {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
-    found, device = _common_library("decode", inputs | tables | scales)
+    new = _pair("decode", {"k_new": k_new, "v_new": v_new})
+    angles = dict(zip(ROTARY, rotary_pair(rotary), strict=False))
+    found, device = _common_library("decode", inputs | tables | scales | new | angles)
     kv_format = _kv_format(k_cache, kv_format)
-    dtype = _common_dtype("decode", {"q": q} if kv_format else inputs)
+    if kv_format and new:
+        raise ValueError(f"decode: k_new is given, k_cache has dtype {k_cache.dtype}; wanted caches of 16 bits or more")
+    dtype = _common_dtype("decode", {"q": q} if kv_format else inputs | new)
     _check_formats(inputs, scales, kv_format)
     for name, array in inputs.items():
         if array.ndim != 4:
@@ -507,10 +535,24 @@ def decode(
     _check_scales(scales, k_cache.shape)
     if lengths is not None and lengths.shape != (sequences,):
         raise ValueError(f"decode: lengths has shape {lengths.shape}; wanted ({sequences},)")
+    if new and lengths is None:
+        raise ValueError("decode: lengths is None, k_new is given; wanted the length of each sequence without it")
+    for name, like in (("k_new", k_cache), ("v_new", v_cache)) if new else ():
+        shape = (sequences, sizes["key_heads"], sizes["queries"], like.shape[-1])
+        _expect("decode", name, new[name], shape, q.dtype)
+    if angles:
+        _check_angles(angles, q)
     if found == "numpy" and lengths is not None:
-        _check_tables(lengths, page_table, capacity, k_cache.shape[0], sizes["keys"])
+        appended = sizes["queries"] if new else 0
+        _check_tables(lengths, page_table, capacity, k_cache.shape[0], sizes["keys"], appended)
+    read = {"q": q} | tables | new | angles
+    written = _check_written(read, k_cache, v_cache, overflow) if new else {}
+    if overflow is not None and not new:
+        raise ValueError("decode: overflow is given, k_new is None; wanted both, or neither")
     causal, window = _causal("decode", causal), _window("decode", window)
     batch = (sequences,)
+    described = tables | dict(zip(("cos", "sin"), angles.values(), strict=False))
+    described |= {} if overflow is None else {"overflow": overflow}
     problem = Problem(
         function="decode",
         library=found,
@@ -527,15 +569,17 @@ def decode(
         q=_operand(q, batch),
         k=_operand(k_cache, k_cache.shape[:1]),
         v=_operand(v_cache, v_cache.shape[:1]),
+        **{name: _operand(x, batch) for name, x in new.items()},
+        rotary_interleaved=bool(rotary_interleaved),
         splits=_splits(splits),
         batch_invariant=bool(batch_invariant),
         kv_format=kv_format,
-        **{name: Table(name, x.shape, x.strides, x.dtype.name) for name, x in (tables | scales).items()},
+        **{name: Table(name, x.shape, x.strides, x.dtype.name) for name, x in (described | scales).items()},
     )
     if out is None:
         return problem
     _common_library("decode", {"q": q, "out": out})
-    _result("decode", "out", out, problem.out_shape, q.dtype, inputs | tables | scales)
+    _result("decode", "out", out, problem.out_shape, q.dtype, inputs | scales | read | written)
     return replace(problem, out=_operand(out, batch))
 
 
@@ -584,10 +628,62 @@ def _check_scales(scales, cache_shape):
             )
 
 
-def _check_tables(lengths, page_table, capacity, pages, page_size):
-    """Values of lengths and page_table, where the host can read them."""
+ROTARY = ("rotary cos", "rotary sin")  # what messages call the two arrays
+
+
+def rotary_pair(rotary):
+    """The arrays (cos, sin) of the keyword; none where it is None."""
+    if rotary is None:
+        return ()
+    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+        raise ValueError(f"decode: rotary is {type(rotary).__name__}; wanted None or the two arrays (cos, sin)")
+    return tuple(rotary)
+
+
+def _pair(function, arrays):
+    """Two arrays that come together, by name; none of them where both are None."""
+    missing = [name for name, x in arrays.items() if x is None]
+    if len(missing) == 1:
+        (given,) = arrays.keys() - missing
+        raise ValueError(f"{function}: {missing[0]} is None, {given} is given; wanted both, or neither")
+    return {} if missing else arrays
+
+
+def _check_angles(angles, q):
+    (first, cos), (second, sin) = angles.items()
+    if cos.ndim != 2 or 2 * cos.shape[1] > q.shape[-1]:
+        raise ValueError(
+            f"decode: {first} has shape {cos.shape}; wanted (positions, pairs), "
+            f"at most {q.shape[-1] // 2} pairs for head_dim {q.shape[-1]}"
+        )
+    if cos.dtype not in (np.dtype(np.float32), q.dtype):
+        raise TypeError(f"decode: {first} has dtype {cos.dtype}; wanted float32 or q's, {q.dtype}")
+    _expect("decode", second, sin, cos.shape, cos.dtype)
+
+
+def _check_written(read, k_cache, v_cache, overflow):
+    """Check what an append writes: the caches and ``overflow``, by name."""
+    written = {"k_cache": k_cache, "v_cache": v_cache}
+    if overflow is not None:
+        _common_library("decode", {"k_cache": k_cache, "overflow": overflow})
+        written["overflow"] = overflow
+    others = dict(read)
+    for name, array in written.items():
+        shape, dtype = (read["lengths"].shape, np.int32) if name == "overflow" else (array.shape, array.dtype)
+        _result("decode", name, array, shape, dtype, others)
+        others[name] = array
+    return written
+
+
+def _check_tables(lengths, page_table, capacity, pages, page_size, appended):
+    """Values of lengths and page_table, where the host can read them.
+
+    A length that leaves no room for an append is no mistake: it is what ``overflow`` tells.
+    """
     for b, length in enumerate(lengths.tolist()):
-        if not 0 <= length <= capacity:
+        if not 0 <= length <= capacity - appended:
+            if appended:
+                continue
             raise ValueError(f"decode: lengths[{b}] is {length}; wanted 0 to {capacity}, what the cache can hold")
         if page_table is None:
             continue
@@ -633,3 +729,70 @@ def merge(outs, lses):
     if library(outs[0]) == "numpy":  # a subclass may have products of its own
         outs, lses = ([np.asarray(x) for x in parts] for parts in (outs, lses))
     return outs, lses
+
+
+# PagedCache -----------------------------------------------------------------------------------------------------
+
+
+def pool(sizes, layers, dtype, xp):
+    """Validate the sizes of a `PagedCache`: its element type."""
+    for name, size in sizes.items():
+        whole("PagedCache", name, size, 0 if name == "value_dim" else 1)
+    if layers is not None:
+        whole("PagedCache", "layers", layers, 1)
+    if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
+        raise TypeError(f"PagedCache: xp is {xp!r}; wanted the module numpy or cupy")
+    try:
+        found = ELEMENTS.get(dtype if isinstance(dtype, str) else np.dtype(dtype).name)
+    except TypeError:
+        found = None
+    if found is None:
+        raise TypeError(f"PagedCache: dtype is {dtype!r}; wanted one of {', '.join(ELEMENTS)}")
+    return found.dtype
+
+
+def whole(function, name, value, least):
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{function}: {name} is {value!r}; wanted an integer")
+    if value < least:
+        raise ValueError(f"{function}: {name} is {value}; wanted {least} or more")
+    return int(value)
+
+
+def cache_ids(function, ids):
+    """The numbers of some sequences; one number stands for itself."""
+    if isinstance(ids, numbers.Integral):
+        return (int(ids),)
+    listed = isinstance(ids, (list, tuple, range)) or isinstance(ids, np.ndarray) and ids.ndim == 1
+    if not listed or not all(type(id) is int or isinstance(id, numbers.Integral) for id in ids):
+        raise TypeError(f"{function}: ids is {ids!r}; wanted an integer or a list of integers")
+    return tuple(map(int, ids))
+
+
+def cache_counts(function, count, ids):
+    """A number of rows for each of some sequences, given once or for each."""
+    if not isinstance(count, (list, tuple)) and not (isinstance(count, np.ndarray) and count.ndim == 1):
+        return [whole(function, "count", count, 0)] * len(ids)
+    if len(count) != len(ids):
+        raise ValueError(f"{function}: count has {len(count)} entries, ids has {len(ids)}; they must be equal")
+    return [whole(function, f"count[{n}]", one, 0) for n, one in enumerate(count)]
+
+
+def cache_rows(function, pools, k, v, lead, heads):
+    """Validate rows that go into the pools of a cache: arrays of shape ``(*lead, heads, rows, dim)``."""
+    named = {name: adopt(function, name, x) for name, x in (("k", k), ("v", v))}
+    _common_library(function, named | {"the cache": pools[0]})
+    count = named["k"].shape[-2] if named["k"].ndim > 1 else 0
+    for (name, array), pool in zip(named.items(), pools, strict=True):
+        _expect(function, name, array, (*lead, heads, count, pool.shape[-1]), pool.dtype)
+    return *named.values(), count
+
+
+def cache_table(function, name, array, like, least):
+    """Validate an array of integers that lengths or a page table are written to: at least so large."""
+    if library(array) != library(like):
+        raise TypeError(f"{function}: out[{name!r}] is a {type(array).__name__}; wanted a {library(like)} array")
+    if array.dtype != np.int32:
+        raise TypeError(f"{function}: out[{name!r}] has dtype {array.dtype}; wanted int32")
+    if array.ndim != len(least) or any(have < want for have, want in zip(array.shape, least, strict=True)):
+        raise ValueError(f"{function}: out[{name!r}] has shape {array.shape}; wanted at least {least}")

@@ -16,10 +16,12 @@ from ._masks import MASKS
 from ._wgmma import wgmma
 
 _STRIDES = np.dtype([(name, np.int64) for name in ("batch0", "batch1", "head", "row")])
+_STEPS = np.dtype([(name, np.int64) for name in ("batch", "head", "row", "column")])
 _SCHEDULE = np.dtype([("tiles", np.int32), ("section", np.int32), ("heads", np.int64)])
 _TENSOR_MAP = np.dtype("V128")
 
 DECODE_POINTERS = "q k v out lse lengths page_table k_scale v_scale parts arrived"
+APPEND_POINTERS = "q k_new v_new k v rotated cos sin lengths page_table totals overflow"
 
 
 def _struct(fields):
@@ -72,7 +74,7 @@ def _backward_args(maps="", more=()):
 
 def _decode_args():
     sizes = (
-        "queries capacity heads group head_dim value_dim key_heads tiles splits fewest first_sequence "
+        "queries capacity appended heads group head_dim value_dim key_heads tiles splits fewest first_sequence "
         "pages page_size page_multiplier page_shift left right top_left out_vectors bfloat16 k_slots v_slots"
     )
     return _struct(
@@ -82,6 +84,22 @@ def _decode_args():
             *((name, np.int64) for name in "length_stride table_stride table_step".split()),
             *((name, np.uint32 if name == "page_multiplier" else np.int32) for name in sizes.split()),
             ("scale_log2", np.float32),
+        ]
+    )
+
+
+def _append_args():
+    wide = "cos_step cos_column sin_step sin_column length_stride table_stride table_step overflow_stride"
+    sizes = (
+        "items first_sequence rows queries appended capacity rotated_heads key_heads head_dim value_dim half positions "
+        "interleaved wide pages page_size page_multiplier page_shift k_vectors v_vectors"
+    )
+    return _struct(
+        [
+            *((name, np.uint64) for name in APPEND_POINTERS.split()),
+            *((f"{name}_steps", _STEPS) for name in "q k_new v_new k v rotated".split()),
+            *((name, np.int64) for name in wide.split()),
+            *((name, np.uint32 if name in ("items", "page_multiplier") else np.int32) for name in sizes.split()),
         ]
     )
 
@@ -103,6 +121,7 @@ KERNELS = {
         "forward_sm90.cu",
         _args(np.float32, "q k v out lse ticket", "q_map k_map v_map out_map", sizes="out_boxes blocks rows"),
     ),
+    "append": ("append.cu", _append_args()),
     "decode": ("decode.cu", _decode_args()),
     "decode_8bit": ("decode_8bit.cu", _decode_args()),
     "backward_rows": ("backward_rows.cu", _backward_args()),
@@ -117,7 +136,11 @@ KERNELS = {
 
 
 # Fields that kernels of run-time sizes leave aside.
-_UNUSED = {"backward_rows": ("head_dim", "value_dim", "tile_k"), "backward_finish": ("tile_k",)}
+_UNUSED = {
+    "append": ("head_dim", "value_dim", "tile_q", "tile_k", "stages", "shared_bytes"),
+    "backward_rows": ("head_dim", "value_dim", "tile_k"),
+    "backward_finish": ("tile_k",),
+}
 
 
 @dataclass(frozen=True)
@@ -201,7 +224,7 @@ class Variant:
     @property
     def function(self):
         """The function that it is for."""
-        return self.kernel.split("_")[0]
+        return "decode" if self.kernel == "append" else self.kernel.split("_")[0]
 
     @property
     def forward(self):

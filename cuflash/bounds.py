@@ -41,6 +41,11 @@ weight before it is rounded. Then the reference follows ``s_j + log G_j``, G_j b
 distance, and the argument of the exponential is off by ``|log G_j|``. A weight that underflows errs by 2^-25 of the
 largest ``p G``, over ``|g_j|``; and so much larger than 1 as that is are the numbers that may be flushed.
 
+**Rotation.** What `decode` rotates, ``x c - y s``, takes a rounding of each product, one of their difference, and one
+of ``u_f`` to the format it is kept in, where it may underflow: it errs by ``gamma(2 u) (|x c| + |y s|)``, and then by
+u_f of itself, together e. A product of a rotated q and a key, rotated or not, moves by ``e_q |k| + |q| e_k + e_q e_k``,
+which adds to the error of its score. The bound is infinite where a rotated number leaves the format.
+
 **Sums.** Where weights meet v in 16 bits, each errs by ``u_p`` of itself, and in float16 by 2^-25 of the row's
 reference if it underflows. Summing n products errs by ``gamma(n u + R_j u)``, summing the weights themselves by the
 like with the depth of their sum instead of n. These meet ``p_j |v_j|`` and ``p_j |out|``: nothing cancels. Whatever
@@ -68,10 +73,25 @@ The bound is infinite where a score leaves the format of the accumulator, or a r
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from .reference import Heads, dequantised, double, host, product, scores, sequences, softmax, visible, weighted
+from .reference import (
+    Heads,
+    dequantised,
+    double,
+    is_8bit,
+    pair_columns,
+    product,
+    rotate,
+    scores,
+    sequences,
+    slots,
+    softmax,
+    visible,
+    weighted,
+)
 
 LAG = 8 * math.log(2)  # of the kernels' softmax
 LARGEST_8BIT = 512  # more than any element
@@ -246,11 +266,14 @@ def forward(q, k, v, *, path, scale=None, causal=False, window=None, rows=None):
     >>> bool(forward(x, x, x, path="numpy float32").out_bound.max() < 1e-5)
     True
     """
-    return _forward(q, k, v, path_of(path), scale, causal, window, rows)
+    return _forward(q, k, v, None, path=path_of(path), scale=scale, causal=causal, window=window, rows=rows)
 
 
-def _forward(q, k, v, path, scale, causal, window, rows=None, value_scales=None):
-    """The same; ``value_scales`` (key_heads, keys) multiply the weights before these are rounded."""
+def _forward(q, k, v, errors, *, path, scale, causal, window, rows=None, value_scales=None):
+    """`forward` of q and k that differ from their exact values by ``errors``, a pair of arrays or None.
+
+    ``value_scales`` (key_heads, keys) multiply the weights before these are rounded.
+    """
     heads = Heads(q, k, v)
     mask = visible(heads.queries, heads.keys, causal=causal, window=window, rows=rows)
     chosen = slice(None) if rows is None else rows
@@ -259,8 +282,9 @@ def _forward(q, k, v, path, scale, causal, window, rows=None, value_scales=None)
     out_bound, lse_bound = np.zeros_like(out), np.zeros_like(lse)
     factor = heads.scale(scale)
     for place, (q1, k1, v1) in heads:
+        inherited = errors and [x[i] for x, i in zip(errors, heads.places(place), strict=False)]
         scales1 = None if value_scales is None else value_scales[heads.places(place)[1]]
-        row = _Rows(path, q1[chosen], k1, v1, mask, factor, scales1)
+        row = _Rows(path, q1[chosen], k1, v1, mask, factor, inherited, scales1)
         out[place], lse[place] = row.out, row.lse
         out_bound[place], lse_bound[place] = row.out_bound(), row.lse_bound()
     return Bounded(*(heads.seen(x) for x in (out, lse, out_bound, lse_bound)))
@@ -270,14 +294,15 @@ LARGEST_K_SCALE = 2.0**90  # beyond it, products of scaled queries may leave flo
 
 
 def decode(
-    q, k_cache, v_cache, *, path, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None, scale=None,
-    causal=True, window=None,
+    q, k_cache, v_cache, *, path, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None, k_new=None,
+    v_new=None, rotary=None, rotary_interleaved=False, scale=None, causal=True, window=None,
 ):  # fmt: skip
     """Exact out and lse of `cuflash.decode`, and the error it may make on a path.
 
     Parameters
     ----------
-    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, scale, causal, window
+    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved
+    scale, causal, window
         As in `cuflash.reference.decode`.
     path : str or Path
         As in `forward`, by q's dtype. On a GPU keys are shared among warps and blocks.
@@ -289,28 +314,53 @@ def decode(
     path = path_of(path)
     if path.lag:
         path = replace(path, merges=2)
-    if kv_format is None and host(k_cache).dtype == np.int8:
-        kv_format = "int8"
-    if kv_format is not None:
-        path = _from_8bit(path)
-    caches, parts = ((k_cache, k_scale), (v_cache, v_scale)), []
-    slots = path.lag > 0 and v_scale is not None and v_scale.ndim > 1
-    for q1, (k1, k_scales), (v1, v_scales) in sequences(q, caches, lengths, page_table):
-        one = path
-        if k_scales is not None and np.abs(k_scales).max(initial=0) > LARGEST_K_SCALE:
-            one = replace(path, largest=0.0)
-        k1, values = dequantised(k1, k_scales, kv_format), dequantised(v1, v_scales, kv_format)
-        parts.append(
-            _forward(q1, k1, values, one, scale, causal, window, value_scales=v_scales[..., 0] if slots else None)
+    scaled = None
+    if is_8bit(k_cache):
+        path, given = _from_8bit(path), ((k_cache, k_scale), (v_cache, v_scale))
+        ones = (slots(np.ones(1) if x is None else x, cache.shape) for cache, x in given)
+        scaled = sequences(q, *ones, lengths, page_table)
+        k_cache, v_cache = (dequantised(cache, x, kv_format) for cache, x in given)
+    followed = path.lag > 0 and v_scale is not None and v_scale.ndim > 1  # by the reference
+    operands = q, k_cache, v_cache, lengths, page_table
+    appended = {"k_new": k_new, "v_new": v_new, "rotary": rotary, "rotary_interleaved": rotary_interleaved}
+    shapes = [(*q.shape[:-1], v_cache.shape[-1]), q.shape[:-1]]
+    results = Bounded(*(np.full(shape, np.nan) for shape in shapes), *(np.zeros(shape) for shape in shapes))
+    rounded = sequences(*operands, **appended, rotate=partial(rotation_error, path=path))
+    for b, (exact, error) in enumerate(zip(sequences(*operands, **appended), rounded, strict=True)):
+        one, value_scales = path, None
+        if scaled is not None:
+            _, k_scales, v_scales = next(scaled)
+            value_scales = v_scales[..., 0] if followed else None
+            if np.abs(k_scales).max(initial=0) > LARGEST_K_SCALE:
+                one = replace(path, largest=0.0)
+        if exact is None:
+            continue
+        errors = None
+        if rotary is not None and exact[1].shape[1] > 0:
+            errors = [error[0], error[1].copy()]
+            errors[1][:, : exact[1].shape[1] - (0 if k_new is None else q.shape[-2])] = 0  # those of the cache
+        part = _forward(
+            *exact, errors, path=one, scale=scale, causal=causal, window=window, value_scales=value_scales
         )
-    shapes = [(*q.shape[:-1], v_cache.shape[-1]), q.shape[:-1]] * 2
-    names = ("out", "lse", "out_bound", "lse_bound")
-    return Bounded(
-        *(
-            np.array([getattr(part, name) for part in parts]).reshape(shape)
-            for name, shape in zip(names, shapes, strict=True)
-        )
-    )
+        for name in ("out", "lse", "out_bound", "lse_bound"):
+            getattr(results, name)[b] = getattr(part, name)
+    return results
+
+
+def rotation_error(x, cos, sin, *, path, interleaved=False):
+    """How far a path's rotation of x may be from `cuflash.reference.rotate`; infinite where it leaves the format."""
+    path = path_of(path)
+    sizes = np.abs(rotate(x, cos, sin, interleaved=interleaved))
+    errors, half = np.zeros_like(sizes), cos.shape[-1]
+    x, cos, sin = (np.abs(double(each)) for each in (x, cos, sin))
+    with np.errstate(all="ignore"):
+        columns = pair_columns(half, interleaved)
+        for one, other in (columns, columns[::-1]):
+            errors[..., one] = gamma(2 * path.u) * (x[..., one] * cos + x[..., other] * sin)
+            errors[..., one] += path.tiny * (4 + x[..., one] + x[..., other] + cos + sin)
+        pairs = slice(0, 2 * half)
+        errors[..., pairs] = _rounded(path, sizes[..., pairs], errors[..., pairs])
+    return np.where(np.isnan(errors), 0, errors)
 
 
 def _from_8bit(path):
@@ -371,7 +421,7 @@ def _rounded(path, values, errors):
 class _Rows:
     """Rows of one head: exact values, and the errors of what leads to them. All planes are (rows, keys)."""
 
-    def __init__(self, path, q, k, v, mask, scale, value_scales=None):
+    def __init__(self, path, q, k, v, mask, scale, inherited=None, value_scales=None):
         self.path, self.q, self.k, self.v, self.scale = path, q, k, v, scale
         self.s = scores(q, k, mask, scale)
         self.seen = self.s != -np.inf
@@ -381,16 +431,23 @@ class _Rows:
         self.keys = mask.sum(axis=1)  # of each row
         with np.errstate(all="ignore"):
             q_size, k_size = (np.where(np.isfinite(x), np.abs(x), 0) for x in (q, k))
+            moved, lost = 0, np.zeros(self.seen.shape, bool)
+            if inherited is not None:
+                q_error, k_error = (np.where(np.isfinite(x), x, 0) for x in inherited)
+                moved = product(q_error, (k_size + k_error).T) + product(q_size, k_error.T)
+                q_size, k_size = q_size + q_error, k_size + k_error
+                q_lost, k_lost = (np.isinf(x).any(axis=1) for x in inherited)
+                lost = self.seen & (q_lost[:, None] | k_lost)
             sizes = np.where(self.seen, product(q_size, k_size.T), 0)
             flushed = q_size.sum(axis=1)[:, None] + k_size.sum(axis=1) + sizes + q.shape[1]
-            self.score_error = abs(scale) * path.gamma(q.shape[1] + path.product) * sizes
+            self.score_error = abs(scale) * (path.gamma(q.shape[1] + path.product) * sizes + moved)
             self.score_error += max(1, abs(scale)) * path.tiny * flushed
             if path.least_query:
                 least = path.least_query * q_size.max(axis=1, initial=0)[:, None] + 2.0**-100
                 self.score_error += abs(scale) * least * k_size.sum(axis=1)
             most = max(1, 2 * abs(scale))
             largest = np.maximum(sizes.max(axis=1, initial=0), q_size.max(axis=1, initial=0))
-            self.overflows = self.alive & (most * largest > path.largest)
+            self.overflows = self.alive & ((most * largest > path.largest) | lost.any(axis=1))
             # A row that is NaN is NaN; what its errors are is of no matter, so long as they are numbers.
             valid = ~np.isnan(self.lse)[:, None]
             live = self.seen & valid

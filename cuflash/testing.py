@@ -225,7 +225,9 @@ class CacheRecipe:
     Attributes
     ----------
     lengths : tuple of int
-        Keys of each sequence.
+        Keys of each sequence, before an append.
+    append : bool
+        Whether the call appends ``queries`` keys to each sequence.
     spare : int
         Keys that a cache has room for beyond the longest.
     page_size : int or None
@@ -234,18 +236,20 @@ class CacheRecipe:
         Sizes.
     dtype : str
         Of q and the caches.
-    causal, window, scale, splits, batch_invariant
+    rotary : int
+        Pairs of columns that are rotated, or all that ``head_dim`` has if these are fewer.
+    rotary_interleaved, causal, window, scale, splits, batch_invariant
         Keywords of `cuflash.decode`.
     kv_format : {None, "int8", "e4m3"}
         Of the caches; None: they are of q's dtype.
     k_scale, v_scale : {None, "head", "slot"}
         What scales 8-bit caches have.
-    q, k, v : str
-        How each lies in memory, as in `Recipe`; scales lie as their cache does. What no sequence owns holds NaN, or
-        what comes nearest: keys beyond a length, a page that is nobody's. Entries of the page table that nothing needs
-        are numbers of no page.
-    integers : str
-        dtype of lengths and page table.
+    q, k, v, rows : str
+        How each lies in memory, as in `Recipe`; scales lie as their cache does, ``rows`` is both k_new and v_new. What
+        no sequence owns holds NaN, or what comes nearest: keys beyond a length, a page that is nobody's. Entries of
+        the page table that nothing needs are numbers of no page.
+    integers, angles : str
+        dtype of lengths and page table; of cos and sin.
     seed : int
         Of the numbers and of the order of pages.
     planted : bool
@@ -260,6 +264,7 @@ class CacheRecipe:
     """
 
     lengths: tuple = (1,)
+    append: bool = False
     spare: int = 0
     page_size: int | None = None
     heads: int = 1
@@ -268,6 +273,8 @@ class CacheRecipe:
     head_dim: int = 8
     value_dim: int = 8
     dtype: str = "float16"
+    rotary: int = 0
+    rotary_interleaved: bool = False
     causal: bool | str = True
     window: tuple | None = None
     scale: float | None = None
@@ -279,7 +286,9 @@ class CacheRecipe:
     q: str = "contiguous"
     k: str = "contiguous"
     v: str = "contiguous"
+    rows: str = "contiguous"
     integers: str = "int32"
+    angles: str = "float32"
     seed: int = 0
     planted: bool = False
 
@@ -295,17 +304,36 @@ class CacheRecipe:
         return {"splits": self.splits, "batch_invariant": self.batch_invariant}
 
     @property
+    def totals(self):
+        """Keys of each sequence when the call has appended to it."""
+        return tuple(length + self.append * self.queries for length in self.lengths)
+
+    @property
+    def pairs(self):
+        """Pairs of columns that are rotated."""
+        return min(self.rotary, self.head_dim // 2)
+
+    @property
     def capacity(self):
         """Keys that a sequence has room for."""
-        most, size = max(self.lengths, default=0) + self.spare, self.page_size or 1
+        most, size = max(self.totals, default=0) + self.spare, self.page_size or 1
         return -(-most // size) * size
+
+    @property
+    def written(self):
+        """The same caches, where the new keys have been written before the call."""
+        totals = self.totals
+        return replace(self, lengths=totals, append=False, spare=self.capacity - max(totals, default=0))
 
     def mask(self, b):
         """Which keys each row of a sequence sees."""
-        return reference.visible(self.queries, self.lengths[b], causal=self.causal, window=self.window)
+        return reference.visible(self.queries, self.totals[b], causal=self.causal, window=self.window)
 
     def values(self):
-        """q, the caches in one piece and, of 8-bit ones, a dict of their scales, NumPy arrays in C order."""
+        """q, the caches in one piece, new keys in their places, and, of 8-bit ones, a dict of their scales.
+
+        NumPy arrays in C order; beyond a length caches of 16 bits or more hold 0.
+        """
         sequences, rng = len(self.lengths), np.random.default_rng(self.seed)
         shapes = (
             (sequences, self.heads, self.queries, self.head_dim),
@@ -313,11 +341,11 @@ class CacheRecipe:
             (sequences, self.key_heads, self.capacity, self.value_dim),
         )
         q, k, v = (rng.standard_normal(shape).astype(ELEMENTS[self.dtype].dtype) for shape in shapes)
-        for b, length in enumerate(self.lengths):
-            if self.planted and length and q.size:
-                k[b, :, length - 1] = PLANTED * np.sign(q[b, 0, -1])
-                v[b, :, length - 1] *= 16
-            k[b, :, length:] = v[b, :, length:] = 0
+        for b, total in enumerate(self.totals):
+            if self.planted and total and q.size:
+                k[b, :, total - 1] = PLANTED * np.sign(q[b, 0, -1])
+                v[b, :, total - 1] *= 16
+            k[b, :, total:] = v[b, :, total:] = 0
         if self.kv_format is None:
             return q, k, v
         k, k_scale = _quantised(k, self.kv_format, self.k_scale)
@@ -339,10 +367,29 @@ class CacheRecipe:
                 x[b][:, hidden] = np.resize(_garbage(garbage, x.dtype), (len(hidden), x.shape[-1]))
         return (q, k, v, *scales), rows
 
+    def new(self, values, xp=np):
+        """Keywords of the call that append and rotate, arrays of ``xp``."""
+        keywords, (_, *caches) = {}, values[:3]
+        if self.append:
+            for name, cache in zip(("k_new", "v_new"), caches, strict=True):
+                parts = [x[:, n : n + self.queries] for x, n in zip(cache, self.lengths, strict=True)]
+                parts = np.array(parts, cache.dtype).reshape(len(parts), cache.shape[1], self.queries, cache.shape[3])
+                keywords[name] = lay_out(parts, self.rows, xp)
+        if self.rotary:
+            angles = np.arange(self.capacity)[:, None] * 1e4 ** -(np.arange(self.pairs) / max(self.pairs, 1))
+            tables = (f(angles).astype(ELEMENTS[self.angles].dtype) for f in (np.cos, np.sin))
+            keywords |= {"rotary": tuple(map(xp.asarray, tables)), "rotary_interleaved": self.rotary_interleaved}
+        return keywords
+
+    def meant(self, values):
+        """Keywords by which `cuflash.bounds.decode` of such values is what the call computes."""
+        return {"lengths": np.array(self.lengths, int)} | _scales_of(values) | self.new(values) | self.keywords
+
     def arrays(self, xp=np, values=None):
-        """q, k_cache, v_cache and a dict of lengths, page table and scales, arrays of ``xp``."""
-        q, *caches = values or self.values()
-        scales = caches.pop() if len(caches) > 2 else {}
+        """q, k_cache, v_cache and a dict of what else the call takes from memory, arrays of ``xp``."""
+        values = values or self.values()
+        q, *caches = values[:3]
+        scales = _scales_of(values)
         slots = {name: x[..., None] for name, x in scales.items() if x.ndim > 1}
         owned = [x.copy() for x in (*caches, *slots.values())]
         for b, length in enumerate(self.lengths):
@@ -355,7 +402,7 @@ class CacheRecipe:
         layouts = self.q, self.k, self.v, *({"k_scale": self.k, "v_scale": self.v}[name] for name in slots)
         q, k, v, *slotted = (lay_out(x, layout, xp) for x, layout in zip((q, *owned), layouts, strict=True))
         tables |= {name: x[..., 0] for name, x in zip(slots, slotted, strict=True)}
-        return q, k, v, {name: xp.asarray(x) for name, x in tables.items()}
+        return q, k, v, {name: xp.asarray(x) for name, x in tables.items()} | self.new(values, xp)
 
     def _paged(self, caches):
         size, sequences = self.page_size, len(self.lengths)
@@ -370,8 +417,8 @@ class CacheRecipe:
             pages.append(into)
         table = table.reshape(sequences, count).astype(self.integers)
         nowhere = (np.iinfo(self.integers).max, np.iinfo(self.integers).min, sequences * count + 1)
-        for b, length in enumerate(self.lengths):
-            table[b, -(-length // size) :] = nowhere[b % 2] if self.seed % 2 else min(nowhere[2], nowhere[0])
+        for b, total in enumerate(self.totals):
+            table[b, -(-total // size) :] = nowhere[b % 2] if self.seed % 2 else min(nowhere[2], nowhere[0])
         return pages, table
 
 
@@ -398,10 +445,18 @@ def _garbage(garbage, dtype):
     return np.array(garbage).astype(dtype)
 
 
-def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), formats=CACHE_FORMATS, max_length=160, max_head_dim=256):
+def _scales_of(values):
+    """Scales by name, of values as a `CacheRecipe` has them."""
+    return values[3] if len(values) > 3 else {}
+
+
+def cache_recipe(
+    choose, *, dtypes=("float16", "bfloat16"), formats=CACHE_FORMATS, max_length=160, max_head_dim=256, appends=True
+):
     """A `CacheRecipe` of choices, each by ``choose(options)`` from a sequence, of which the first is the simplest.
 
     ``formats`` are those of caches beside queries of 16 bits; ``(None,)`` for an attention that knows no others.
+    Without ``appends`` none appends or rotates.
     """
 
     def length():
@@ -421,8 +476,11 @@ def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), formats=CACHE_FORMAT
     dtype = choose(dtypes)
     kv_format = choose(formats) if dtype in ("float16", "bfloat16") else None
     k_scale, v_scale = (choose(CACHE_SCALES) if kv_format else None for _ in range(2))
+    append = choose((False, True)) if appends and kv_format is None else False
+    rotary = choose((0, choose((head_dim // 2, 1, head_dim // 4)))) if appends else 0
     return CacheRecipe(
         lengths=lengths,
+        append=append,
         spare=choose((0, 1, 16, 33)),
         page_size=page_size,
         heads=heads,
@@ -431,6 +489,8 @@ def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), formats=CACHE_FORMAT
         head_dim=head_dim,
         value_dim=choose((head_dim, width())),
         dtype=dtype,
+        rotary=rotary,
+        rotary_interleaved=choose((False, True)),
         causal=causal,
         window=window,
         scale=choose(SCALES),
@@ -442,7 +502,9 @@ def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), formats=CACHE_FORMAT
         q=choose(CACHE_LAYOUTS),
         k=choose(CACHE_LAYOUTS),
         v=choose(CACHE_LAYOUTS),
+        rows=choose(CACHE_LAYOUTS),
         integers=integers,
+        angles=choose(("float32", dtype)),
         seed=choose(range(2**16)),
         planted=choose((False, True)),
     )
@@ -785,9 +847,7 @@ def _decoded(decode, recipe, arrays, **changes):
 def _assert_decoded(results, recipe, values, path, rows=None):
     """Inside the bound; of sequence b only the rows ``rows[b]``, where given."""
     path = _path(path, values[0])
-    q, k, v, *scales = values
-    keywords = recipe.keywords | (scales[0] if scales else {})
-    exact = bounds.decode(q, k, v, path=path, lengths=np.array(recipe.lengths, int), **keywords)
+    exact = bounds.decode(*values[:3], path=path, **recipe.meant(values))
     for part, actual, wanted, limit in zip(
         ("out", "lse"), results, (exact.out, exact.lse), (exact.out_bound, exact.lse_bound), strict=True
     ):
@@ -809,23 +869,21 @@ def check_decode_placement(decode, recipe, xp=np, path=None):
     """Pages, strides and alignment change no bit, where splits are not the plan's to choose."""
     values = recipe.values()
     changes = {} if recipe.splits else {"batch_invariant": True}
-    q, k, v, *scales = values
-    tables = {"lengths": np.array(recipe.lengths, np.int32)} | (scales[0] if scales else {})
-    plain = (*map(xp.asarray, (q, k, v)), {name: xp.asarray(x) for name, x in tables.items()})
+    plain = replace(recipe, page_size=None, integers="int32", q="contiguous", k="contiguous", v="contiguous")
+    plain = replace(plain, rows="contiguous", spare=recipe.capacity - max(recipe.totals, default=0))
     results = _decoded(decode, recipe, recipe.arrays(xp, values), **changes)
-    _assert_alike("placement", results, _decoded(decode, recipe, plain, **changes))
+    _assert_alike("placement", results, _decoded(decode, plain, plain.arrays(xp, values), **changes))
 
 
 def check_decode_one_by_one(decode, recipe, xp=np, path=None):
     """What else is in the batch, and how much a cache has room for, changes no bit, where splits do not follow it."""
     values, changes = recipe.values(), {} if recipe.splits else {"batch_invariant": True}
     results = _decoded(decode, recipe, recipe.arrays(xp, values), **changes)
-    for b, length in enumerate(recipe.lengths):
-        q, k, v, *scales = values
-        own = lambda x, b=b, length=length: x if x.ndim == 1 else x[b : b + 1, :, :length]  # noqa: E731
-        scales = [{name: own(x) for name, x in each.items()} for each in scales]
+    for b, (length, total) in enumerate(zip(recipe.lengths, recipe.totals, strict=True)):
+        own = lambda x, b=b, total=total: x if x.ndim == 1 else x[b : b + 1, :, :total]  # noqa: E731
+        scales = [{name: own(x) for name, x in each.items()} for each in values[3:]]
         one = replace(recipe, lengths=(length,), spare=0, page_size=None)
-        alone = one.arrays(xp, (q[b : b + 1], own(k), own(v), *scales))
+        alone = one.arrays(xp, (values[0][b : b + 1], own(values[1]), own(values[2]), *scales))
         _assert_alike(f"sequence {b} alone", [x[b : b + 1] for x in results], _decoded(decode, one, alone, **changes))
 
 
@@ -854,6 +912,113 @@ def check_decode_hidden_keys(decode, recipe, xp=np, path=None):
         _assert_decoded(_decoded(decode, recipe, recipe.arrays(xp, spoilt)), recipe, values, path, rows)
 
 
+def check_decode_append(decode, recipe, xp=np, path=None):
+    """An append is a write and then a call without one, bit for bit, and writes nothing else.
+
+    With rotation, the keys that are written are within their own bound.
+    """
+    recipe = replace(recipe, append=True, kv_format=None, k_scale=None, v_scale=None)
+    values, written = recipe.values(), recipe.written
+    q, *caches, tables = recipe.arrays(xp, values)
+    results = _decoded(decode, recipe, (q, *caches, tables))
+    if recipe.rotary:
+        values = _with_rotated(recipe, values, caches, tables, path)
+    else:
+        _assert_alike("append = write first", results, _decoded(decode, written, written.arrays(xp, values)))
+    _, *wanted, _ = written.arrays(xp, values)
+    for name, cache, want, layout in zip(
+        ("k_cache", "v_cache"), caches, wanted, (recipe.k, recipe.v), strict=True
+    ):
+        _assert_same_bits(name, _whole(cache, layout), _whole(want, layout))
+
+
+def _with_rotated(recipe, values, caches, tables, path):
+    """Values with the keys as an append has rotated them, which are found to be near enough."""
+    q, k, v = (x.copy() for x in values)
+    path, totals = _path(path, q), np.array(recipe.totals, int)
+    angles = recipe.new(values)["rotary"]
+    stored = reference.sequences(q, *caches, totals, tables.get("page_table"))
+    for b, (length, (_, found, _)) in enumerate(zip(recipe.lengths, stored, strict=True)):
+        rows = slice(length, recipe.totals[b])
+        turned = k[b, :, rows], *(x[rows] for x in angles)
+        exact = reference.rotate(*turned, interleaved=recipe.rotary_interleaved)
+        limit = bounds.rotation_error(*turned, path=path, interleaved=recipe.rotary_interleaved)
+        _assert_within(f"new keys of sequence {b}", found[:, rows], exact, limit)
+        k[b, :, rows] = found[:, rows]
+    return q, k, v
+
+
+def _whole(array, layout):
+    """An array of `lay_out` with what lies between its elements, where that is known."""
+    return array if layout == "offset" or array.base is None else array.base
+
+
+def _assert_same_bits(name, one, other):
+    one, other = reference.host(one), reference.host(other)
+    differ = _bits(one) != _bits(other)
+    if differ.any():
+        place = tuple(map(int, np.argwhere(differ)[0]))
+        raise AssertionError(
+            f"{name}{list(place)} is {one[place]!r}; wanted {other[place]!r} ({differ.sum()} of {differ.size} differ)"
+        )
+
+
+def check_decode_overflow(decode, recipe, xp=np, path=None):
+    """Where new keys do not fit, ``overflow`` says so, out and lse are NaN, and neither cache nor others change."""
+    recipe = replace(recipe, append=True, kv_format=None, k_scale=None, v_scale=None)
+    if not (recipe.queries and recipe.lengths):
+        return
+    values, written = recipe.values(), recipe.written
+    *expected, done = _with_caches(decode, recipe, recipe.arrays(xp, values))
+    arrays, fits = _without_room(recipe, values, xp)
+    _, *before, _ = recipe.arrays(xp, values)
+    overflow = xp.asarray(np.full((len(fits), 2), -1, np.int32))[:, 0]
+    *results, caches = _with_caches(decode, recipe, arrays, overflow=overflow)
+    if reference.host(overflow).tolist() != [int(not fit) for fit in fits]:
+        raise AssertionError(f"overflow is {reference.host(overflow).tolist()}; wanted it where not {fits}")
+    for name, one, other in zip(("out", "lse"), results, expected, strict=True):
+        one, other = reference.host(one), reference.host(other)
+        if not np.isnan(one[~fits]).all():
+            raise AssertionError(f"{name} of a sequence without room is not NaN")
+        _assert_same_bits(f"{name} of the others", one[fits], other[fits])
+    marks = [np.zeros_like(x) for x in values]  # where rows without room would have gone
+    for b in np.flatnonzero(~fits):
+        marks[1][b, :, recipe.lengths[b] :] = marks[2][b, :, recipe.lengths[b] :] = 1
+    _, *marks, _ = written.arrays(xp, marks)
+    for name, cache, layout, *others in zip(
+        ("k_cache", "v_cache"), caches, (recipe.k, recipe.v), marks, before, done, strict=True
+    ):
+        mark, old, new = (reference.host(_whole(x, layout)) for x in others)
+        _assert_same_bits(name, _whole(cache, layout), np.where(mark == 1, old, new))
+
+
+def _with_caches(decode, recipe, arrays, **changes):
+    """Out, lse and both caches after the call."""
+    return *_decoded(decode, recipe, arrays, **changes), arrays[1:3]
+
+
+def _without_room(recipe, values, xp):
+    """Arrays of a call in which a sequence has no room for its new keys, and which sequences have."""
+    q, k, v, tables = recipe.arrays(xp, values)
+    b = recipe.seed % len(recipe.lengths)
+    length, total, size = recipe.lengths[b], recipe.totals[b], recipe.page_size
+    fits = np.arange(len(recipe.lengths)) != b
+    kind = recipe.seed // 7 % 3
+    if kind == 0 and recipe.rotary:
+        tables["rotary"] = tuple(x[: total - 1] for x in tables["rotary"])
+        fits = np.array(recipe.totals) < total
+    elif kind == 1 and size and (total - 1) // size * size >= length:  # a page that holds new keys alone
+        table = reference.host(tables["page_table"]).copy()
+        table[b, (total - 1) // size] = len(k) if recipe.seed % 2 else np.iinfo(table.dtype).max
+        tables["page_table"] = xp.asarray(table)
+    else:
+        lengths = reference.host(tables["lengths"]).copy()
+        past = recipe.capacity - recipe.queries + 1
+        lengths[b] = past if recipe.seed % 2 or lengths.dtype.kind == "u" else -1
+        tables["lengths"] = xp.asarray(lengths)
+    return (q, k, v, tables), fits
+
+
 decode_checks = (
     check_decode_bound,
     check_decode_placement,
@@ -861,6 +1026,8 @@ decode_checks = (
     check_decode_rerun,
     check_decode_splits,
     check_decode_hidden_keys,
+    check_decode_append,
+    check_decode_overflow,
 )
 
 

@@ -61,7 +61,9 @@ struct Args {
     Strides q_strides, k_strides, v_strides, out_strides;  // batch1: of sequences or pages
     Strides k_scale_strides, v_scale_strides;              // row: from a slot to the next
     int64 length_stride, table_stride, table_step;         // table_step: from a sequence's page to the next
-    int queries, capacity, heads, group, head_dim, value_dim;
+    int queries, capacity;
+    int appended;  // whether lengths are those of the append step: -1 of a sequence whose rows are to be NaN
+    int heads, group, head_dim, value_dim;
     int key_heads, tiles, splits;  // tiles: of packed rows; splits: at most
     int fewest;                    // tiles of keys of a split, at least
     int first_sequence;            // of the launch
@@ -125,6 +127,11 @@ __device__ __forceinline__ Mask mask_of(const Args& args, const Paged& place) {
     const int offset = args.top_left ? 0 : keys - args.queries;
     const int first_shift = offset - args.left, end_shift = offset + args.right + 1;
     return Mask(keys, clamp(first_shift, -args.queries, keys), clamp(end_shift, -args.queries, keys));
+}
+
+// Whether the append step has turned the sequence away.
+__device__ __forceinline__ bool refused(const Args& args, const Paged& place) {
+    return args.appended && load_global<int>(args.lengths + place.sequence * args.length_stride) < 0;
 }
 
 // What a block has to do.
@@ -289,7 +296,7 @@ __device__ __forceinline__ bool stream(const Args& args, const Paged& place, con
     const Lane<LANES> lane;
     const char* keys = args.k + place.key_head * args.k_strides.head + lane.chunk * CHUNK;
     const char* values = args.v + place.key_head * args.v_strides.head + lane.chunk * CHUNK;
-    bool missing = false;
+    bool missing = refused(args, place);
     auto tile_of = [&](int n) { return work.first_tile + warp_index() + n * WARPS; };
     auto find = [&](int tile) { return Found{look_up<RUN>(pages, work, lane, tile), scales.look_up(tile)}; };
     auto load_keys = [&](int tile, int stage, const Found& from) {

@@ -182,6 +182,55 @@ def test_decode_on_a_gpu_has_teeth(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_appends_and_rotation_have_teeth(dtype):
+    """What a kernel rounds is inside the bound; rows at other positions, or turned otherwise, are not."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 4, 3, 64), (2, 2, 40, 64), (2, 2, 40, 64), (2, 2, 3, 64), (2, 2, 3, 64)
+    q, k, v, k_new, v_new = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes)
+    angles = np.arange(60)[:, None] * 1e4 ** -(np.arange(32) / 32)
+    cos, sin = (f(angles).astype(np.float32) for f in (np.cos, np.sin))
+    lengths = np.array([30, 17])
+    append = {"lengths": lengths, "k_new": k_new, "v_new": v_new, "rotary": (cos, sin)}
+    wanted = bounds.decode(q, k, v, path=f"portable {dtype}", **append)
+
+    def worst(rounded=True, **changes):
+        """Of a call in which q and the new keys are rounded once."""
+        given = append | changes
+        sequences = []
+        for q1, k1, v1 in reference.sequences(q, k, v, **given):
+            k1 = k1.copy()
+            if rounded:
+                q1, k1 = q1.astype(q.dtype), k1.astype(q.dtype)
+            sequences.append(reference.forward(q1, k1, v1, causal=True))
+        out, lse = (np.array(x) for x in zip(*sequences, strict=True))
+        return bounds.worst((out.astype(q.dtype), lse.astype(np.float32)), wanted)
+
+    assert worst(rounded=False) < worst() <= 1 and worst() > 0.05
+    for changes in (
+        {"rotary": (cos[1:], sin[1:] * np.float32(1.1))},
+        {"rotary": (cos, -sin), "k_new": k_new[:, ::-1]},
+        {"rotary_interleaved": True},
+        {"k_new": np.roll(k_new, 1, axis=2)},
+        {"v_new": np.roll(v_new, 1, axis=2)},
+        {"lengths": lengths - 1},
+        {"rotary": None},
+    ):
+        assert worst(**changes) > 1
+
+
+def test_without_room():
+    """Exactly NaN, and nothing else is."""
+    q, k, new = (np.ones(shape) for shape in ((3, 1, 2, 4), (3, 1, 5, 4), (3, 1, 2, 4)))
+    wanted = bounds.decode(q, k, k, path="numpy float64", lengths=np.array([4, 3, -1]), k_new=new, v_new=new)
+    assert np.isnan(wanted.out[[0, 2]]).all() and np.isnan(wanted.lse[[0, 2]]).all()
+    assert (wanted.out[1] == 1).all() and (wanted.lse[1] == 2 + np.log([[4, 5]])).all()
+    results = wanted.out.copy(), wanted.lse.copy()
+    assert bounds.worst(results, wanted) == 0
+    results[0][0] = 0
+    assert bounds.worst(results, wanted) == np.inf
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kv_format", ["int8", "e4m3"])
 @pytest.mark.parametrize("axis", [-1, (0, 2, 3)], ids=["slots", "heads"])
 def test_decode_from_8_bits_has_teeth(dtype, kv_format, axis):

@@ -7,6 +7,7 @@
 import gc
 import itertools
 import math
+import mmap
 import os
 import subprocess
 import sys
@@ -77,8 +78,6 @@ PENDING = {
     "varlen-decode-pack-zero": "ragged batches",
     "varlen-max-too-small": "ragged batches",
     "varlen-wasted-tiles": "ragged batches",
-    "i32-batch-stride-cache": "appending to a cache",
-    "append-past-capacity": "appending to a cache",
 }
 
 UNTESTABLE = {
@@ -1198,8 +1197,49 @@ def test_kvcache_multi_query(queries):
         actual = decode(q, k[b : b + 1], v[b : b + 1], lengths=cached[b : b + 1] + queries)
         dense = [x[b, :, :end] for x in (full, k, v)]
         check("numpy", [x[0] for x in actual], *dense, causal=True, rows=np.arange(before, end))
+        caches = [np.zeros_like(x[b : b + 1]) for x in (k, v)]
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache[0, :, :before] = x[b, :, :before]
+        new = {name: x[b : b + 1, :, before:end] for name, x in (("k_new", k), ("v_new", v))}
+        same(cuflash.decode(q, *caches, lengths=cached[b : b + 1], return_lse=True, **new), actual)
+        same([x[0, :, :end] for x in caches], [x[b, :, :end] for x in (k, v)])
     q = full[:, :, :queries]
     decode(q, k, v, lengths=cached + queries)
+
+
+def test_append_past_capacity():
+    """What a cache has no room for is not written, neither there nor beside it, and told; the call still answers."""
+    around = [np.full((3, 2, 2, 128, 8), n, np.float32) for n in (1, 2)]
+    k, v = (x[1] for x in around)
+    q, new = draw(np, 2, 4, 4, 8), np.full((2, 2, 4, 8), 9, np.float32)
+    overflow = np.full(2, 5, np.int32)
+    append = {"k_new": new, "v_new": new, "overflow": overflow}
+    out, lse = cuflash.decode(q, k, v, lengths=np.array([128, 124]), return_lse=True, **append)
+    assert overflow.tolist() == [1, 0]
+    assert np.isnan(out[0]).all() and np.isnan(lse[0]).all() and np.isfinite(out[1]).all()
+    for n, x in zip((1, 2), around, strict=True):
+        assert (x[1, 1, :, 124:] == 9).all()
+        x[1, 1, :, 124:] = n
+        assert (x == n).all()
+
+
+@pytest.mark.parametrize("engine", ["numpy", "emulated"])
+def test_i32_batch_stride_cache(engine, request):
+    """Sequences that lie 2^30 elements apart are each appended to, and no other."""
+    function = cuflash.decode
+    if engine == "emulated":
+        function = request.getfixturevalue("emulator").Emulator().decode
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = mmap.mmap(-1, 5 * 2**31, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    k, v = (np.ndarray((5, 2, 16, 8), np.float16, memory, offset, (2**31, 256, 16, 2)) for offset in (0, 4096))
+    q, new = draw(np, 5, 2, 3, 8, dtype="float16"), draw(np, 5, 2, 3, 8, dtype="float16", seed=1)
+    overflow = np.zeros(5, np.int32)
+    function(q, k, v, lengths=np.array([14, 0, 5, 2, 13]), k_new=new, v_new=new, overflow=overflow)
+    assert overflow.tolist() == [1, 0, 0, 0, 0] and not k[0].any() and not v[0].any()
+    for b, length in enumerate((0, 5, 2, 13), 1):
+        for x in (k, v):
+            same(x[b, :, length : length + 3], new[b])
+            assert not x[b, :, :length].any() and not x[b, :, length + 3 :].any()
 
 
 def test_kv_lengths_ignored():

@@ -340,11 +340,9 @@ def decoded(problem, arrays, **keywords):
 
 
 def assert_decoded(problem, results, lengths=None):
-    q, k, v, *scales = problem.values()
-    lengths = np.array(problem.lengths if lengths is None else lengths)
-    keywords = problem.keywords | (scales[0] if scales else {})
-    exact = bounds.decode(q, k, v, path=f"portable {problem.dtype}", lengths=lengths, **keywords)
-    assert bounds.worst(results, exact) <= 1
+    values = problem.values()
+    meant = problem.meant(values) | ({} if lengths is None else {"lengths": np.array(lengths)})
+    assert bounds.worst(results, bounds.decode(*values[:3], path=f"portable {problem.dtype}", **meant)) <= 1
 
 
 SLOTS = {"kv_format": "int8", "k_scale": "slot", "v_scale": "slot"}
@@ -381,6 +379,74 @@ def test_decode_in_a_graph_follows_lengths_and_pages(changes):
             assert_decoded(problem, results, lengths)
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"page_size": None}, {"rotary": 32, "queries": 3}, {"rotary": 16, "splits": 7, "k": "strided"}]
+)
+def test_a_graph_appends_at_lengths_that_its_caller_increases(changes):
+    """Rows are other ones at each replay, until one sequence after the other has no room."""
+    problem = cache(lengths=(300, 0, 297), dtype="bfloat16", append=True, **changes)
+    problem = replace(problem, spare=4 * problem.queries)
+    q, k, v, given = arrays = problem.arrays(cupy)
+    if "page_table" in given:  # pages for what is to come
+        pages = np.random.default_rng(problem.seed).permutation(len(k)).astype(np.int32)
+        given["page_table"][...] = cupy.asarray(pages[: given["page_table"].size].reshape(3, -1))
+    overflow = cupy.full(3, 7, np.int32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        decoded(problem, arrays, overflow=overflow)
+        stream.begin_capture()
+        results = decoded(problem, arrays, overflow=overflow)
+        graph = stream.end_capture()
+        told = []
+        for seed in range(30):
+            other = replace(problem, seed=seed)
+            q[...] = cupy.asarray(other.values()[0])
+            for name, x in other.new(other.values(), cupy).items():
+                if name in ("k_new", "v_new"):
+                    given[name][...] = x
+            before = [reference.host(x).copy() for x in (q, k, v)]
+            held = {name: x for name, x in given.items() if not name.startswith("rotary")}
+            held = {name: reference.host(x).copy() for name, x in held.items()}
+            held |= {name: x for name, x in given.items() if name.startswith("rotary")}
+            graph.launch(stream)
+            stream.synchronize()
+            exact = bounds.decode(*before, path="portable bfloat16", **held, **problem.keywords)
+            assert bounds.worst(results, exact) <= 1
+            no_room = held["lengths"] + problem.queries > problem.capacity
+            assert reference.host(overflow).tolist() == no_room.astype(int).tolist()
+            told.append(no_room.sum())
+            lengths = np.where(no_room, held["lengths"], held["lengths"] + problem.queries)
+            after = reference.sequences(*(reference.host(x) for x in (q, k, v)), lengths, held.get("page_table"))
+            for b, (_, _, values) in enumerate(after):
+                if not no_room[b]:
+                    assert np.array_equal(values[:, -problem.queries :], held["v_new"][b])
+            given["lengths"] += problem.queries
+        assert told[0] == 0 and told[-1] >= 2
+
+
+def test_appends_beyond_32_bits():
+    """Sequences that lie 2^30 elements apart."""
+    free = cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
+    if free < 16 * 2**30:
+        pytest.skip(f"{free >> 30} GB free; wanted 16")
+    far = cupy.zeros((5, 2**30), np.float16)
+    k, v = (far[:, first : first + 2 * 16 * 8].reshape(5, 2, 16, 8) for first in (0, 4096))
+    q, new = (cupy.asarray(np.random.default_rng(n).standard_normal((5, 2, 3, 8)).astype(np.float16)) for n in (0, 1))
+    overflow = cupy.zeros(5, np.int32)
+    lengths = (14, 0, 5, 2, 13)
+    cuflash.decode(q, k, v, lengths=cupy.asarray(lengths), k_new=new, v_new=new, overflow=overflow)
+    assert reference.host(overflow).tolist() == [1, 0, 0, 0, 0]
+    for cache in (k, v):
+        assert not cache[0].any()
+        for b, length in enumerate(lengths[1:], 1):
+            rows = slice(length, length + 3)
+            assert np.array_equal(reference.host(cache[b, :, rows]), reference.host(new[b]))
+    assert int(cupy.count_nonzero(far)) <= 2 * 4 * 2 * 3 * 8
+    del far, k, v
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
 @pytest.mark.parametrize("changes", [{}, SLOTS])
 def test_decode_on_several_streams_and_threads(spin, changes):
     problem = cache(splits=20, **changes)
@@ -404,8 +470,9 @@ def test_decode_on_several_streams_and_threads(spin, changes):
     assert_decoded(problem, expected)
 
 
-def test_decode_returns_before_the_gpu_is_done(spin):
-    problem = cache(integers="int64", k="strided", q="offset")  # with copies of all kinds
+@pytest.mark.parametrize("changes", [{}, {"append": True, "rotary": 20}])
+def test_decode_returns_before_the_gpu_is_done(spin, changes):
+    problem = cache(integers="int64", k="strided", q="offset", **changes)  # with copies of all kinds
     arrays = problem.arrays(cupy)
     stream, event = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event()
     cupy.cuda.Device().synchronize()

@@ -670,6 +670,8 @@ TABLE = np.zeros((3, 2), np.int32)
 INT8 = [Q.astype(np.float16), *[CACHE.astype(np.int8)] * 2]
 BYTES = [INT8[0], *[CACHE.astype(np.uint8)] * 2]
 HEADS, SLOTS = x(2), x(3, 2, 6)
+INTEGERS = np.zeros(3, np.int32)
+APPEND = words(lengths=LENGTHS, k_new=x(3, 2, 1, 8), v_new=x(3, 2, 1, 8))
 DECODE = [
     ([QKV[0], CACHE, CACHE], {}, ValueError, "q has shape (2, 4, 8); wanted 4 axes"),
     ([Q, CACHE[0], CACHE], {}, ValueError, "k_cache has shape (2, 6, 8); wanted 4 axes"),
@@ -751,6 +753,9 @@ DECODE = [
         CACHED, words(v_scale=HEADS), ValueError,
         "v_scale is given, k_cache has dtype float32; wanted scales of 8-bit caches alone",
     ),
+    (
+        INT8, APPEND, ValueError, "k_new is given, k_cache has dtype int8; wanted caches of 16 bits or more",
+    ),
     (INT8, words(k_scale=HEADS.astype(float)), TypeError, "k_scale has dtype float64; wanted float32"),
     (INT8, words(v_scale=2.0), TypeError, f"v_scale is a float; wanted {ANY}"),
     (
@@ -771,6 +776,73 @@ DECODE = [
         CACHED, words(engine="portable"), ValueError,
         "engine is 'portable', the arrays are numpy's; wanted an engine for those",
     ),
+    (CACHED, words(k_new=Q, lengths=LENGTHS), ValueError, "v_new is None, k_new is given; wanted both, or neither"),
+    (CACHED, words(v_new=Q, lengths=LENGTHS), ValueError, "k_new is None, v_new is given; wanted both, or neither"),
+    (
+        CACHED, words(k_new=Q, v_new=Q), ValueError,
+        "lengths is None, k_new is given; wanted the length of each sequence without it",
+    ),
+    (CACHED, APPEND | words(k_new=x(3, 2, 2, 8)), ValueError, "k_new has shape (3, 2, 2, 8); wanted (3, 2, 1, 8)"),
+    (CACHED, APPEND | words(v_new=x(3, 1, 1, 8)), ValueError, "v_new has shape (3, 1, 1, 8); wanted (3, 2, 1, 8)"),
+    (
+        CACHED, APPEND | words(v_new=x(3, 2, 1, 8, dtype=np.float16)), TypeError,
+        "v_new has dtype float16, q has float32; they must be equal",
+    ),
+    ([Q, CACHE, x(3, 2, 6, 8)], APPEND | words(k_new=[1]), TypeError, f"k_new is a list; wanted {ANY}"),
+    (
+        [Q, read_only(3, 2, 6, 8), CACHE], APPEND, ValueError,
+        "k_cache is read-only; wanted an array that can be written",
+    ),
+    (
+        [Q, np.broadcast_to(CACHE[:, :, :1], CACHE.shape), x(3, 2, 6, 8)], APPEND, ValueError,
+        "k_cache is read-only; wanted an array that can be written",
+    ),
+    (
+        [Q, CACHE, np.lib.stride_tricks.as_strided(x(6 * 8), CACHE.shape, (0, 0, 32, 4))], APPEND, ValueError,
+        "v_cache overlaps itself (strides (0, 0, 32, 4)); wanted distinct elements",
+    ),
+    (
+        [Q, CACHE, x(3, 2, 6, 8)], APPEND | words(overflow=np.zeros(3)), TypeError,
+        "overflow has dtype float64; wanted int32",
+    ),
+    (CACHED, APPEND, ValueError, "v_cache shares memory with k_cache; wanted memory of its own"),
+    (
+        [CACHE[:, :, :1], CACHE, x(3, 2, 6, 8)], APPEND, ValueError,
+        "k_cache shares memory with q; wanted memory of its own",
+    ),
+    (
+        [Q, CACHE, x(3, 2, 6, 8)], APPEND | words(v_new=CACHE[:, :, 5:]), ValueError,
+        "k_cache shares memory with v_new; wanted memory of its own",
+    ),
+    (
+        [Q, CACHE, x(3, 2, 6, 8)], APPEND | words(out=CACHE[:, :, 1:2]), ValueError,
+        "out shares memory with k_cache; wanted memory of its own",
+    ),
+    (
+        [Q, CACHE, x(3, 2, 6, 8)], APPEND | words(overflow=np.zeros(2, np.int32)), ValueError,
+        "overflow has shape (2,); wanted (3,)",
+    ),
+    (
+        [Q, CACHE, x(3, 2, 6, 8)], APPEND | words(lengths=INTEGERS, overflow=INTEGERS), ValueError,
+        "overflow shares memory with lengths; wanted memory of its own",
+    ),
+    (CACHED, words(overflow=INTEGERS), ValueError, "overflow is given, k_new is None; wanted both, or neither"),
+    (CACHED, words(rotary=x(9, 4)), ValueError, "rotary is ndarray; wanted None or the two arrays (cos, sin)"),
+    (CACHED, words(rotary=[x(9, 4)]), ValueError, "rotary is list; wanted None or the two arrays (cos, sin)"),
+    (
+        CACHED, words(rotary=(x(9, 5), x(9, 5))), ValueError,
+        "rotary cos has shape (9, 5); wanted (positions, pairs), at most 4 pairs for head_dim 8",
+    ),
+    (CACHED, words(rotary=(x(9, 4), x(8, 4))), ValueError, "rotary sin has shape (8, 4); wanted (9, 4)"),
+    (
+        CACHED, words(rotary=(x(9, 4, dtype=np.float64), x(9, 4))), TypeError,
+        "rotary cos has dtype float64; wanted float32 or q's, float32",
+    ),
+    (
+        CACHED, words(rotary=(x(9, 4), x(9, 4, dtype=np.float16))), TypeError,
+        "rotary sin has dtype float16; wanted float32",
+    ),
+    (CACHED, words(rotary=(x(9, 4), 3)), TypeError, f"rotary sin is a int; wanted {ANY}"),
 ]  # fmt: skip
 
 MERGE = [
@@ -1021,14 +1093,17 @@ def test_as_many_blocks_fit_a_multiprocessor_as_the_registers_leave_room_for(cap
         assert each.blocks_per_sm * (each.shared_bytes + 1024) <= shared * 1024  # the system keeps 1 KB a block
 
 
-NO_SCALES = {"k_scale": None, "v_scale": None, "kv_format": None}
+NO_TABLES = {
+    "lengths": None, "page_table": None, "k_scale": None, "v_scale": None, "kv_format": None, "k_new": None,
+    "v_new": None, "rotary": None, "rotary_interleaved": False, "overflow": None, "return_lse": True, "out": None,
+    "engine": None,
+}  # fmt: skip
 
 
 def planned_problem(recipe):
     """The problem of a `testing.CacheRecipe`, were its arrays on a GPU."""
     q, k, v, tables = recipe.arrays()
-    given = {"lengths": None, "page_table": None, "return_lse": True, "out": None, "engine": None} | NO_SCALES
-    problem = _problem.decode(q, k, v, **(given | tables | recipe.keywords | recipe.splitting))
+    problem = _problem.decode(q, k, v, **(NO_TABLES | tables | recipe.keywords | recipe.splitting))
     return replace(problem, library="cupy", device=0)
 
 
@@ -1038,18 +1113,55 @@ def planned_problem(recipe):
 def test_every_plan_of_decode_asks_for_a_listed_variant(limits, recipe):
     problem = planned_problem(recipe)
     plan = _plan.plan(problem, limits)
-    assert plan.engine == "portable" and len(plan.steps) <= 1
-    assert bool(plan.steps) == bool(recipe.lengths and recipe.queries)
-    for step in plan.steps:
-        assert step.variant in _plan.variants(limits)
+    before = recipe.append or recipe.rotary
+    kernels = (["append"] if before else []) + ["decode_8bit" if recipe.kv_format else "decode"]
+    assert plan.engine == "portable"
+    assert [step.variant.kernel for step in plan.steps] == (kernels if recipe.lengths and recipe.queries else [])
+    assert all(step.variant in _plan.variants(limits) for step in plan.steps)
+    for step in plan.steps[-1:]:
+        assert plan.variant == step.variant
         assert step.variant.head_dim >= recipe.head_dim and step.variant.value_dim >= recipe.value_dim
         assert step.variant.element == recipe.kv_format or step.variant.element == recipe.dtype
         several = step.args["splits"] > 1
-        assert [buffer.name for buffer in plan.buffers] == ["out", "lse", *["parts", "arrived"] * several]
+        made = ["out", "lse", *["totals"] * bool(before), *["rotated"] * bool(recipe.rotary)]
+        assert [buffer.name for buffer in plan.buffers] == [*made, *["parts", "arrived"] * several]
         assert {buffer.name for buffer in plan.buffers if buffer.zeroed} == {*["arrived"] * several}
     assert _plan.plan(replace(problem, engine="portable"), limits).reason == "asked for"
     with pytest.raises(ValueError, match="engine is 'sm90', but"):
         _plan.plan(replace(problem, engine="sm90"), limits)
+
+
+def test_an_append_goes_first_a_warp_a_row():
+    recipe = testing.CacheRecipe(
+        lengths=(40, 3, 9), append=True, heads=6, key_heads=2, queries=2, head_dim=64, value_dim=24, page_size=16
+    )
+    for changes, rows, vectors in (
+        ({}, 2 * 4, (1, 1)),
+        ({"rotary": 32}, 2 * (6 + 4), (1, 1)),
+        ({"rotary": 32, "append": False}, 2 * 6, (0, 0)),
+        ({"value_dim": 20}, 2 * 4, (1, 0)),
+        ({"k": "offset"}, 2 * 4, (0, 1)),
+        ({"rows": "strided"}, 2 * 4, (0, 0)),
+    ):
+        problem = planned_problem(replace(recipe, **changes))
+        append, decode = _plan.plan(problem, HOPPER).steps
+        assert (append.variant.kernel, decode.variant.kernel, append.variant.function) == ("append", "decode", "decode")
+        assert append.args["rows"] == rows and append.args["items"] == 3 * rows
+        assert append.grid == -(-3 * rows // 8) and append.threads == 256
+        assert (append.args.get("k_vectors", 0), append.args.get("v_vectors", 0)) == vectors
+        assert decode.args["appended"] == 1 and decode.args["length_stride"] == 4
+    (alone,) = _plan.plan(planned_problem(replace(recipe, append=False)), HOPPER).steps
+    assert alone.args["appended"] == 0
+
+
+def test_more_rows_to_append_than_a_grid_holds_are_several_launches(monkeypatch):
+    problem = planned_problem(testing.CacheRecipe(lengths=(4,) * 5, append=True, key_heads=1, queries=3, rotary=2))
+    monkeypatch.setattr(_plan, "LARGEST_GRID", 20)
+    steps = [step for step in _plan.plan(problem, HOPPER).steps if step.variant.kernel == "append"]
+    assert [(step.args["first_sequence"], step.args["items"]) for step in steps] == [(0, 18), (2, 18), (4, 9)]
+    monkeypatch.setattr(_plan, "LARGEST_GRID", 8)
+    with pytest.raises(ValueError, match="decode: a sequence has 9 rows to append and rotate; wanted at most 8"):
+        _plan.plan(problem, HOPPER)
 
 
 def shares(args, tile_k, length, first_key=0):
@@ -1076,9 +1188,8 @@ def test_splits_share_each_key_once(capacity, splits, batch_invariant, sequences
     q = np.zeros((sequences, 8, 1, head_dim), np.float16)
     k = np.broadcast_to(q[:1, :2], (sequences, 2, capacity, head_dim))
     problem = _problem.decode(
-        q, k, k, lengths=None, page_table=None, scale=None, causal=True, window=None, splits=splits,
-        batch_invariant=batch_invariant, return_lse=False, out=None, engine=None, **NO_SCALES,
-    )  # fmt: skip
+        q, k, k, **NO_TABLES, scale=None, causal=True, window=None, splits=splits, batch_invariant=batch_invariant
+    )
     (step,) = _plan.plan(replace(problem, library="cupy", device=0), HOPPER).steps
     args, tile_k = step.args, step.variant.tile_k
     assert step.grid == sequences * 2 * args["splits"] and (splits is None or args["splits"] <= splits)
@@ -1602,7 +1713,8 @@ EXAMPLES += [_plan.hopper_variant("float16", mask, 64, 64) for mask in _masks.MA
 EXAMPLES += [_plan.backward_variant("float16", 64, 64, HOPPER), _plan.hopper_backward_variant("float16", 64)]
 EXAMPLES += [_plan.hopper_dq_variant("float16", 256)]
 EXAMPLES += [_plan.rows_variant("float16"), _plan.finish_variant("float16")]
-EXAMPLES += [_plan.decode_variant("float16", 64, HOPPER), _plan.decode_8bit_variant("e4m3", 64, HOPPER)]
+EXAMPLES += [_plan.append_variant("float16"), _plan.decode_variant("float16", 64, HOPPER)]
+EXAMPLES += [_plan.decode_8bit_variant("e4m3", 64, HOPPER)]
 EXAMPLES = list(dict.fromkeys(EXAMPLES))  # float32 and float64 have one kernel for all masks
 
 
@@ -1664,7 +1776,7 @@ def test_args_lie_where_the_struct_puts_them(kernel):
     """The layout of C, computed from the struct's declaration."""
     file, args = _variant.KERNELS[kernel]
     sizes = {"const char*": 8, "char*": 8, "int64": 8, "int": 4, "float": 4, "double": 8, "Strides": 32, "Schedule": 16}
-    sizes |= {"TensorMap": 128, "uint32": 4}
+    sizes |= {"TensorMap": 128, "uint32": 4, "Steps": 32}
     offset, widest, found = 0, 1, {}
     shared = "split.cuh" if kernel.startswith("decode") else "backward_args.cuh"
     file = file if "Args" in structs(file) else shared
@@ -1679,5 +1791,7 @@ def test_args_lie_where_the_struct_puts_them(kernel):
     assert found == {name: args.fields[name][1] for name in args.names}
     assert args.itemsize == -(-offset // widest) * widest
     pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
-    pointers = pointers if kernel.startswith("backward") else "q k v out lse"
+    pointers = {"append": _variant.APPEND_POINTERS, "decode": _variant.DECODE_POINTERS}.get(
+        kernel, pointers if kernel.startswith("backward") else "q k v out lse"
+    )
     assert args.names[: len(pointers.split())] == tuple(pointers.split()), "a launch packs the pointers first"

@@ -211,3 +211,29 @@ def test_decode_of_8_bit_caches_is_that_of_what_they_stand_for():
     wide = k * slots[..., None].astype(float), v * heads[:, None, None].astype(float)
     results = reference.decode(q, k, v, k_scale=slots, v_scale=heads, **given), reference.decode(q, *wide, **given)
     assert all(np.array_equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_rotation_turns_by_its_angle():
+    """As complex numbers, pairs are multiplied with e^(i angle)."""
+    (x,), angles = draw((2, 5, 8)), np.arange(15.0).reshape(5, 3)
+    for interleaved, first, second in ((False, slice(3), slice(3, 6)), (True, slice(0, 6, 2), slice(1, 6, 2))):
+        turned = reference.rotate(x, np.cos(angles), np.sin(angles), interleaved=interleaved)
+        before, after = (y[..., first] + 1j * y[..., second] for y in (x, turned))
+        np.testing.assert_allclose(after, before * np.exp(1j * angles))
+        np.testing.assert_array_equal(turned[..., 6:], x[..., 6:])
+
+
+def test_decode_appends_before_it_looks():
+    """As if the new keys, rotated, had been in the cache; q is rotated too."""
+    q, k, v, k_new, v_new = draw((2, 4, 3, 8), (2, 2, 12, 8), (2, 2, 12, 5), (2, 2, 3, 8), (2, 2, 3, 5))
+    lengths, angles = np.array([9, 0]), np.random.default_rng(0).standard_normal((12, 4))
+    rotary = np.cos(angles), np.sin(angles)
+    results = reference.decode(q, k, v, lengths=lengths, k_new=k_new, v_new=v_new, rotary=rotary)
+    for b, length in enumerate(lengths):
+        rows = slice(length, length + 3)
+        turn = lambda x, rows=rows: reference.rotate(x, rotary[0][rows], rotary[1][rows])  # noqa: E731
+        k1, v1 = (np.concatenate([x[b, :, :length], new], axis=1) for x, new in ((k, turn(k_new[b])), (v, v_new[b])))
+        for one, other in zip(results, reference.forward(turn(q[b]), k1, v1, causal=True), strict=True):
+            np.testing.assert_array_equal(one[b], other)
+    without = reference.decode(q, k, v, lengths=np.array([10, -1]), k_new=k_new, v_new=v_new)
+    assert all(np.isnan(x).all() for x in without)

@@ -281,10 +281,12 @@ class _Backward(_launch._GpuBackward):
 class _Decode(_launch._GpuDecode):
     """A prepared call of `decode` on the emulator."""
 
-    def __call__(self, *arrays):
-        *inputs, out = arrays
-        self.backend.memory += [(x, x is out) for x in arrays if x is not None]
-        result = self._run(*(None if x is None else x.view(DeviceArray) for x in (*inputs, out)))
+    def __call__(self, given, out):
+        written = () if given["k_new"] is None else ("k", "v", "overflow")
+        self.backend.memory += [(x, name in written) for name, x in given.items() if x is not None]
+        self.backend.memory += [] if out is None else [(out, True)]
+        seen = {name: None if x is None else x.view(DeviceArray) for name, x in given.items()}
+        result = self._run(seen, None if out is None else out.view(DeviceArray))
         if any(x.any() for x in self.backend.counted):
             raise EmulatorError("decode: counters are not 0 after the launch")
         made, *lse = (x.view(np.ndarray) for x in (result if self.return_lse else (result,)))
@@ -338,7 +340,8 @@ class Emulator:
                 self.build(step.variant)
 
     def prepare_decode(self, q, k_cache, v_cache, kv_format=None):
-        """Compile the kernel of a call of `decode`, which is the same for all keywords but the format."""
+        """Compile the kernels of a call of `decode`, which are the same for all keywords but the format."""
+        self.build(_plan.append_variant(q.dtype.name))
         rows = q.shape[1] // k_cache.shape[1] * q.shape[2]
         dims = q.shape[-1], v_cache.shape[-1]
         self.build(_plan.decode_variant_of(kv_format or q.dtype.name, *dims, self.limits, rows))
@@ -368,17 +371,22 @@ class Emulator:
 
     def decode(
         self, q, k_cache, v_cache, *, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None,
-        scale=None, causal=True, window=None, splits=None, batch_invariant=False, return_lse=False, out=None,
-        engine=None,
+        k_new=None, v_new=None, rotary=None, rotary_interleaved=False, overflow=None, scale=None, causal=True,
+        window=None, splits=None, batch_invariant=False, return_lse=False, out=None, engine=None,
     ):  # fmt: skip
-        """`cuflash.decode` of NumPy arrays, by the kernel. ``engine`` is None or "emulated"."""
+        """`cuflash.decode` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""
         engine = None if engine == "emulated" else engine
-        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths, "page_table": page_table}
-        given |= {"k_scale": k_scale, "v_scale": v_scale}
+        given = {
+            "q": q, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths, "page_table": page_table,
+            "k_scale": k_scale, "v_scale": v_scale, "k_new": k_new, "v_new": v_new, "overflow": overflow,
+        }  # fmt: skip
         given = {name: None if x is None else _problem.adopt("decode", name, x) for name, x in given.items()}
         with mock.patch.object(_problem, "_check_tables"):  # what a GPU holds the host does not look at
             problem = _problem.decode(
-                **given, kv_format=kv_format, scale=scale, causal=causal, window=window, splits=splits,
-                batch_invariant=batch_invariant, return_lse=return_lse, out=out, engine=engine,
+                **given, rotary=rotary, rotary_interleaved=rotary_interleaved, kv_format=kv_format, scale=scale,
+                causal=causal, window=window, splits=splits, batch_invariant=batch_invariant, return_lse=return_lse,
+                out=out, engine=engine,
             )  # fmt: skip
-        return _Decode(problem, self.plan(problem), Host(self))(*given.values(), out)
+        given |= {"k": given.pop("k_cache"), "v": given.pop("v_cache")}
+        given |= dict(zip(("cos", "sin"), rotary or (None, None), strict=True))
+        return _Decode(problem, self.plan(problem), Host(self))(given, out)

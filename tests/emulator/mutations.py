@@ -219,7 +219,78 @@ E4M3_WINDOWED = replace(INT8_WINDOWED, kv_format="e4m3")
 IN_RUNS = replace(INT8, page_size=16)
 IN_ONE_PIECE = replace(INT8, page_size=None, lengths=(283, 290))
 
+# Appends, over the edges of pages and in one piece. Seeds say what has no room: angles, a page, or lengths.
+APPEND = replace(CACHE, lengths=(29, 0, 22), queries=5, append=True)
+ROTARY = replace(APPEND, rotary=7, splits=1)
+WHOLE = replace(APPEND, page_size=None, head_dim=48, value_dim=32, spare=3)
+NO_ANGLES, NO_PAGE, NO_ROOM = replace(ROTARY, seed=3), replace(APPEND, seed=11, page_size=3), replace(APPEND, seed=17)
+
 MUTATIONS = (
+    *(
+        Mutation(name, "append.cu", old, new, recipe, check)
+        for name, old, new, recipe, check in (
+            (
+                "room_not_asked_for", "&& length <= args.capacity - args.appended;", ";",
+                NO_ROOM, testing.check_decode_overflow,
+            ),
+            (
+                "room_for_one_row_less", "args.capacity - args.appended;", "args.capacity - args.appended + 1;",
+                NO_ROOM, testing.check_decode_overflow,
+            ),
+            (
+                "pages_not_looked_at", "missing |= !pages.exists(pages.number(static_cast<int>(n)));", "",
+                NO_PAGE, testing.check_decode_overflow,
+            ),
+            (
+                "lanes_do_not_agree_on_pages", "span.fits = !any(missing);", "span.fits = !missing;",
+                NO_PAGE, testing.check_decode_overflow,
+            ),
+            (
+                "angles_not_counted", "span.fits && span.total <= args.positions;", "span.fits;",
+                NO_ANGLES, testing.check_decode_overflow,
+            ),
+            (
+                "overflow_upside_down", "static_cast<int>(!span.fits)", "static_cast<int>(span.fits)",
+                NO_ROOM, testing.check_decode_overflow,
+            ),
+            (
+                "total_without_the_new_rows", "span.fits ? length + args.appended : -1;", "span.fits ? length : -1;",
+                APPEND, testing.check_decode_append,
+            ),
+            (
+                "row_of_another_page", "position - page * pages.size.value;", "position % 8;",
+                APPEND, testing.check_decode_append,
+            ),
+            (
+                "heads_of_values_not_counted_anew", "        head -= args.key_heads;\n", "",
+                APPEND, testing.check_decode_append,
+            ),
+            (
+                "row_one_vector_too_long", "columns * sizeof(Element) / sizeof(Vector16));",
+                "columns * sizeof(Element) / sizeof(Vector16) + 1);", WHOLE, testing.check_decode_append,
+            ),
+            (
+                "rotated_the_other_way", "fused_multiply_add(x, c, -multiply(y, s))",
+                "fused_multiply_add(x, c, multiply(y, s))", ROTARY, testing.check_decode_bound,
+            ),
+            (
+                "position_one_too_far", "position * args.cos_step;", "(position + 1) * args.cos_step;",
+                replace(ROTARY, spare=20), testing.check_decode_bound,
+            ),
+            (
+                "pairs_of_neighbours_apart", "2 * n + 1 : n + args.half;", "2 * n + 1 : n + args.half + 1;",
+                ROTARY, testing.check_decode_append,
+            ),
+            (
+                "a_column_left_behind_the_pairs", "2 * args.half, args.head_dim);",
+                "2 * args.half + 1, args.head_dim);", ROTARY, testing.check_decode_append,
+            ),
+        )
+    ),
+    Mutation(
+        "sequence_without_room_answered", "split.cuh", "bool missing = refused(args, place);", "bool missing = false;",
+        NO_ROOM, testing.check_decode_overflow,
+    ),
     *(
         Mutation(name, "split.cuh", old, new, recipe, check)
         for name, old, new, recipe, check in (
