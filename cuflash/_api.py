@@ -218,6 +218,7 @@ def decode(
         Keys of the rows of q, of its dtype. They are written to ``k_cache`` at the positions ``lengths[b]`` to
         ``lengths[b] + queries - 1`` of each sequence, which has so many keys more in this call; nothing else changes,
         nor does ``lengths``, which is required then. The caches may share no element with another array of the call.
+        Not with caches of 8 bits.
     v_new : array, shape (sequences, key_heads, queries, value_dim), optional
         Their values, likewise; with ``k_new`` or not at all.
     rotary : (cos, sin), optional
