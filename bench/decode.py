@@ -2,8 +2,8 @@
 
     python bench/run.py decode                                   # bfloat16, 32 heads, head_dim 128
     python bench/run.py decode --cells 1x8192,64x1024 --key-heads 8 --page-size 16 --splits 4
-    python bench/run.py decode --append --contenders ''          # beside it, calls that append and rotate too
     python bench/run.py decode --cells 1x65536,8x65536 --kv-format none,int8,e4m3 --scales slot     # 8-bit caches
+    python bench/run.py decode --append --contenders ''          # beside it, calls that append and rotate too
 
 A figure is one CUDA graph of several calls, one behind the other, over caches that take turns: at least 8 calls, and as
 many as read 256 MB, so that none finds its cache in L2. Their time is divided by their number. Contenders are captured
@@ -112,16 +112,12 @@ class Caches:
                 scales = found
         return elements, scales
 
-    def operands(self, pair):
-        """q and a pair of caches."""
-        return self.q, *(cache for cache, _ in pair)
-
-    def keywords(self, pair):
-        """What goes with a pair of caches."""
+    def scales_of(self, pair):
+        """Keywords that go with a pair of 8-bit caches."""
         if self.case.kv_format is None:
-            return self.tables
+            return {}
         (_, k_scale), (_, v_scale) = pair
-        return self.tables | {"kv_format": self.case.kv_format, "k_scale": k_scale, "v_scale": v_scale}
+        return {"kv_format": self.case.kv_format, "k_scale": k_scale, "v_scale": v_scale}
 
     def turns(self):
         """The pair of each call."""
@@ -153,7 +149,7 @@ def error_over_bound(case, caches, out, append=False):
         one = (x[None, None] for x in (q, *dense))
         if append:
             key_head, new = head * case.key_heads // case.heads, caches.append
-            more = {name: contenders.to_host(new[name][b, key_head])[None, None] for name in ("k_new", "v_new")}
+            more |= {name: contenders.to_host(new[name][b, key_head])[None, None] for name in ("k_new", "v_new")}
             more["rotary"] = tuple(map(contenders.to_host, new["rotary"]))
             more["lengths"] = contenders.to_host(new["lengths"][b : b + 1])
         wanted = cuflash.bounds.decode(*one, path=gpu.path_of(case.dtype, case.engine), **more)
@@ -170,10 +166,10 @@ def captured(caches, keywords):
     out = cupy.empty((*caches.q.shape[:-1], caches.case.value_dim), caches.dtype)
 
     def call(pair):
-        cuflash.decode(*caches.operands(pair), out=out, **caches.keywords(pair) | keywords)
+        cuflash.decode(caches.q, *(cache for cache, _ in pair), out=out, **keywords, **caches.scales_of(pair))
 
     first = caches.pairs[0]
-    plan = cuflash.explain("decode", *caches.operands(first), **caches.keywords(first) | keywords)
+    plan = cuflash.explain("decode", caches.q, *(cache for cache, _ in first), **keywords, **caches.scales_of(first))
     sizes = [
         math.prod(buffer.shape) * (ELEMENTS[buffer.dtype].itemsize if buffer.dtype in ELEMENTS else 4)
         for buffer in plan.buffers
@@ -227,12 +223,13 @@ def measure(case, options, rivals):
 
     caches = Caches(case, options.scales)
     keywords = {"engine": case.engine, "splits": options.splits, "batch_invariant": options.batch_invariant}
-    operands, more = caches.operands(caches.pairs[0]), caches.keywords(caches.pairs[0]) | keywords
-    out = cuflash.decode(*operands, **more)
+    keywords |= caches.tables
+    first = [caches.q, *(cache for cache, _ in caches.pairs[0])], caches.scales_of(caches.pairs[0])
+    out = cuflash.decode(*first[0], **keywords, **first[1])
     error = error_over_bound(case, caches, out)
     if not error <= 1:
         raise ArithmeticError(f"error over bound is {error}")
-    plan = cuflash.explain("decode", *operands, **more)
+    plan = cuflash.explain("decode", *first[0], **keywords, **first[1])
     calls = {"ours": captured(caches, keywords)}
     for name, contender in rivals.items():
         try:
@@ -246,8 +243,9 @@ def measure(case, options, rivals):
                 raise contenders.Unfit(f"its answer is {far:.3g} from ours")
         except Exception as error_theirs:
             contenders.left_out(name, error_theirs)
-    if options.append and not case.kv_format:  # last, since it writes to the caches
-        appended = cuflash.decode(*operands, **more | caches.append)
+    append = options.append and case.kv_format is None
+    if append:  # last, since it writes to the caches
+        appended = cuflash.decode(*first[0], **keywords | caches.append)
         error = float(np.max([error, error_over_bound(case, caches, appended, append=True)]))  # NaN wins
         if not error <= 1:
             raise ArithmeticError(f"error over bound is {error} where it appends")
@@ -258,9 +256,9 @@ def measure(case, options, rivals):
     count = caches.calls
     rounds = {name: [ms / count for ms in each] for name, each in rounds.items()}
     figures = timing.figures(rounds, rivals, options.rival)
-    own = timing.figures(rounds, ["append"] * ("append" in calls), None)
+    own = timing.figures(rounds, ["append"] * append, None)
     figures |= {what: own[what] | figures[what] for what in ("contenders", "ratios")}
-    del calls, caches, operands, more
+    del calls, caches, first
     cupy.get_default_memory_pool().free_all_blocks()
     return record.case_row(
         case,

@@ -67,14 +67,15 @@ def run_once(function, arrays, keywords):
     """Run a function on q, k and v: the names of the variants that were launched for it."""
     host, arrays = arrays, [gpu.to_device(x) for x in arrays]
     if function == "decode":
-        names, moved = [], {name: gpu.to_device(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()}
-        calls = [{"lengths": np.array([host[1].shape[2], 7], np.int32)}]
-        calls += [] if "kv_format" in keywords else [appended(*host)]
-        for more in calls:
+        names = []
+        layouts = keywords
+        keywords = {name: gpu.to_device(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()}
+        steps = ({"lengths": np.array([host[1].shape[2], 7], np.int32)}, appended(*host))
+        for more in steps[: 1 if "kv_format" in keywords else 2]:  # nothing is appended to 8 bits
             rotary = {name: tuple(map(gpu.to_device, x)) for name, x in more.items() if name == "rotary"}
             given = {name: gpu.to_device(x) for name, x in more.items() if name != "rotary"}
-            cuflash.decode(*arrays, **given, **rotary, **moved)
-            names += [step.variant.name for step in gpu.steps_of("decode", *host, **more, **keywords)]
+            cuflash.decode(*arrays, **given, **rotary, **keywords)
+            names += [step.variant.name for step in gpu.steps_of("decode", *host, **more, **layouts)]
         return names
     out, lse = cuflash.forward(*arrays, return_lse=True, **keywords)
     steps = gpu.steps_of("forward", *host, **keywords)

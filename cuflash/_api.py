@@ -181,9 +181,9 @@ def vjp(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, eng
 
 
 def decode(
-    q, k_cache, v_cache, *, lengths=None, page_table=None, k_new=None, v_new=None, rotary=None,
-    rotary_interleaved=False, overflow=None, k_scale=None, v_scale=None, kv_format=None, scale=None, causal=True,
-    window=None, splits=None, batch_invariant=False, return_lse=False, out=None, engine=None,
+    q, k_cache, v_cache, *, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None, k_new=None,
+    v_new=None, rotary=None, rotary_interleaved=False, overflow=None, scale=None, causal=True, window=None, splits=None,
+    batch_invariant=False, return_lse=False, out=None, engine=None,
 ):  # fmt: skip
     """Attention of each sequence's newest rows against its cache, to which it may append their keys and values first.
 
@@ -206,10 +206,19 @@ def decode(
         Page n of a sequence holds its keys from ``n * page_size``. Entries past a length are not looked at. On a GPU a
         page that does not exist is not read: rows that see one of its keys are NaN, and others of their sequence may
         be.
+    k_scale : array of float32, shape (key_heads,) or that of k_cache without its last axis, optional
+        Of 8-bit caches: what keys are multiplied with, one factor a key head or one a slot; any strides. Default: 1.
+    v_scale : array of float32, likewise, optional
+        The same of values.
+    kv_format : {None, "int8", "e4m3"}, optional
+        How caches of 8-bit elements are read: int8 arrays as the numbers they hold (None will do), uint8 arrays as
+        FP8 E4M3 with bias 7, which has no infinities, NaN where all other bits than the sign are 1. q is float16 or
+        bfloat16 then. `quantize` makes such arrays and their scales.
     k_new : array, shape (sequences, key_heads, queries, head_dim), optional
         Keys of the rows of q, of its dtype. They are written to ``k_cache`` at the positions ``lengths[b]`` to
         ``lengths[b] + queries - 1`` of each sequence, which has so many keys more in this call; nothing else changes,
         nor does ``lengths``, which is required then. The caches may share no element with another array of the call.
+        Not with caches of 8 bits.
     v_new : array, shape (sequences, key_heads, queries, value_dim), optional
         Their values, likewise; with ``k_new`` or not at all.
     rotary : (cos, sin), optional
@@ -223,14 +232,6 @@ def decode(
         With ``k_new``: becomes 1 for each sequence whose new keys do not fit, else 0. They do not where they would pass
         the capacity, a page for them does not exist, a length is negative, or ``rotary`` has too few positions. The
         cache of such a sequence is left as it is, and its out and lse are NaN.
-    k_scale : array of float32, shape (key_heads,) or that of k_cache without its last axis, optional
-        Of 8-bit caches: what keys are multiplied with, one factor a key head or one a slot; any strides. Default: 1.
-    v_scale : array of float32, likewise, optional
-        The same of values.
-    kv_format : {None, "int8", "e4m3"}, optional
-        How caches of 8-bit elements are read: int8 arrays as the numbers they hold (None will do), uint8 arrays as
-        FP8 E4M3 with bias 7, which has no infinities, NaN where all other bits than the sign are 1. q is float16 or
-        bfloat16 then. `quantize` makes such arrays and their scales.
     causal : default True
         As in `forward`, bottom-right against each sequence's own length, after an append.
     splits : int, optional
@@ -291,8 +292,8 @@ def decode(
     (array([0, 1], dtype=int32), array([False,  True]))
     """
     return _launch.decode(
-        q, k_cache, v_cache, lengths, page_table, k_new, v_new, rotary, rotary_interleaved, overflow, k_scale, v_scale,
-        kv_format, scale, causal, window, splits, batch_invariant, return_lse, out, engine,
+        q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved,
+        overflow, scale, causal, window, splits, batch_invariant, return_lse, out, engine,
     )  # fmt: skip
 
 

@@ -121,9 +121,9 @@ def explain(function, arrays, keywords):
         "forward": {"causal": False, "return_lse": False, "out": None},
         "backward": {"causal": False, "dlse": None, "grads": None},
         "decode": {
-            "causal": True, "return_lse": False, "out": None, "lengths": None, "page_table": None, "k_new": None,
-            "v_new": None, "rotary": None, "rotary_interleaved": False, "overflow": None, "k_scale": None,
-            "v_scale": None, "kv_format": None, "splits": None, "batch_invariant": False,
+            "causal": True, "return_lse": False, "out": None, "lengths": None, "page_table": None, "k_scale": None,
+            "v_scale": None, "kv_format": None, "k_new": None, "v_new": None, "rotary": None,
+            "rotary_interleaved": False, "overflow": None, "splits": None, "batch_invariant": False,
         },
     }[function] | {"scale": None, "window": None, "engine": None}  # fmt: skip
     wanted = names[function].split()
@@ -473,12 +473,9 @@ class _NumpyDecode:
         problem = self.problem
         out = self.out(np.empty) if out is None else out
         lse = np.empty(problem.lse_shape, ELEMENTS[problem.dtype].lse) if problem.return_lse else None
-        new = {name: given[name] for name in ("k_new", "v_new", "cos", "sin", "overflow")}
-        k, v, lengths, page_table, k_scale, v_scale = (
-            given[name] for name in ("k", "v", "lengths", "page_table", "k_scale", "v_scale")
-        )
-        q, lengths = _numpy.append(problem, given["q"], k, v, lengths, page_table, **new)
-        _numpy.decode(problem, q, k, v, lengths, page_table, k_scale, v_scale, out, lse)
+        scales = [given.pop(name) for name in ("k_scale", "v_scale")]
+        q, lengths = _numpy.append(problem, **given)
+        _numpy.decode(problem, q, given["k"], given["v"], lengths, given["page_table"], *scales, out, lse)
         return (out, lse) if problem.return_lse else out
 
 
@@ -550,19 +547,20 @@ class _GpuDecode(_Gpu):
 
 
 def decode(
-    q, k_cache, v_cache, lengths, page_table, k_new, v_new, rotary, rotary_interleaved, overflow, k_scale, v_scale,
-    kv_format, scale, causal, window, splits, batch_invariant, return_lse, out, engine,
+    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved,
+    overflow, scale, causal, window, splits, batch_invariant, return_lse, out, engine,
 ):  # fmt: skip
     """Run ``decode``: by a prepared call where one of its kind has been made before."""
     cos, sin = _problem.rotary_pair(rotary) or (None, None)
     given = {
-        "q": q, "k": k_cache, "v": v_cache, "lengths": lengths, "page_table": page_table, "k_new": k_new,
-        "v_new": v_new, "cos": cos, "sin": sin, "overflow": overflow, "k_scale": k_scale, "v_scale": v_scale,
+        "q": q, "k": k_cache, "v": v_cache, "lengths": lengths, "page_table": page_table, "k_scale": k_scale,
+        "v_scale": v_scale, "k_new": k_new, "v_new": v_new, "cos": cos, "sin": sin, "overflow": overflow,
     }  # fmt: skip
     arrays = [x for x in (*given.values(), out) if x is not None]
-    absent = [x is None for x in (lengths, page_table, k_new, cos, overflow, k_scale, v_scale, out)]
     kind = (
-        "decode", *absent, kv_format, bool(rotary_interleaved), return_lse, splits, type(splits), bool(batch_invariant),
+        "decode", *(given[name] is None for name in ("lengths", "page_table", "k_scale", "v_scale", "k_new", "cos")),
+        overflow is None, out is None, kv_format, bool(rotary_interleaved), return_lse, splits, type(splits),
+        bool(batch_invariant),
     )  # fmt: skip
     key, call = _prepared(arrays, kind, scale, causal, window, engine)
     if call is not None:
@@ -579,8 +577,8 @@ def decode(
     cos, sin = named.pop("cos"), named.pop("sin")
     problem = _problem.decode(
         **named, rotary=None if rotary is None else (cos, sin), rotary_interleaved=rotary_interleaved,
-        kv_format=kv_format, scale=scale, causal=causal, window=window, splits=splits, batch_invariant=batch_invariant,
-        return_lse=return_lse, out=out, engine=engine,
+        kv_format=kv_format, scale=scale, causal=causal, window=window, splits=splits,
+        batch_invariant=batch_invariant, return_lse=return_lse, out=out, engine=engine,
     )  # fmt: skip
     plan = make_plan(problem)
     call = (_NumpyDecode if plan.engine == "numpy" else _GpuDecode)(problem, plan)

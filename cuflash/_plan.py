@@ -229,11 +229,6 @@ def decode_variant(dtype, dim, limits, rows=1):
     return Variant("decode", dtype, "window", dim, dim, tile_q, tile_k, warps, DECODE_BLOCKS, stages, shared)
 
 
-def append_variant(dtype):
-    """The step before decode that appends and rotates: a warp a row."""
-    return Variant("append", dtype, "window", 256, 256, 1, 1, 8, 4, 1, 0)
-
-
 # Tiles of decode from 8-bit caches, likewise. Three sizes, for what is padded is not read, one tile of rows, and q's
 # dtype at run time: six variants. A tile has twice the keys, half as long, so that as many bytes are on their way.
 DECODE_8BIT_TILES = {
@@ -268,6 +263,11 @@ def decode_variant_of(kind, head_dim, value_dim, limits, rows=1):
     if kind in FORMATS:
         return decode_8bit_variant(kind, decode_8bit_dims(head_dim, value_dim)[0], limits)
     return decode_variant(kind, decode_dims(head_dim, value_dim)[0], limits, rows)
+
+
+def append_variant(dtype):
+    """The step before decode that appends and rotates: a warp a row."""
+    return Variant("append", dtype, "window", 256, 256, 1, 1, 8, 4, 1, 0)
 
 
 # Engines --------------------------------------------------------------------------------------------------------

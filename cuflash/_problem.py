@@ -45,7 +45,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Table:
-    """An array of integers, angles or scales that goes with a cache, and how it lies in memory."""
+    """An array of integers, scales or angles that goes with a cache, and how it lies in memory."""
 
     name: str
     shape: tuple
@@ -89,15 +89,15 @@ class Problem:
     # Of decode, whose k and v have pages, or sequences, along their first axis; keys is what a sequence has room for.
     lengths: Table | None = None
     page_table: Table | None = None
+    kv_format: str | None = None  # of 8-bit caches; None: they are of q's dtype
+    k_scale: Table | None = None
+    v_scale: Table | None = None
     k_new: Operand | None = None
     v_new: Operand | None = None
     cos: Table | None = None
     sin: Table | None = None
     rotary_interleaved: bool = False
     overflow: Table | None = None
-    kv_format: str | None = None  # of 8-bit caches; None: they are of q's dtype
-    k_scale: Table | None = None
-    v_scale: Table | None = None
     splits: int | None = None
     batch_invariant: bool = False
 
@@ -489,20 +489,20 @@ def backward(dout, q, k, v, out, lse, *, scale, causal, window, dlse, grads, eng
 
 
 def decode(
-    q, k_cache, v_cache, *, lengths, page_table, k_new, v_new, rotary, rotary_interleaved, overflow, k_scale, v_scale,
-    kv_format, scale, causal, window, splits, batch_invariant, return_lse, out, engine,
+    q, k_cache, v_cache, *, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved,
+    overflow, scale, causal, window, splits, batch_invariant, return_lse, out, engine,
 ):  # fmt: skip
     """Validate a call of ``decode``."""
     names = ("q", "k_cache", "v_cache")
     inputs = dict(zip(names, (q, k_cache, v_cache), strict=True))
     tables = {name: x for name, x in (("lengths", lengths), ("page_table", page_table)) if x is not None}
+    scales = {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
     new = _pair("decode", {"k_new": k_new, "v_new": v_new})
     angles = dict(zip(ROTARY, rotary_pair(rotary), strict=False))
-    scales = {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
-    found, device = _common_library("decode", inputs | tables | new | angles | scales)
+    found, device = _common_library("decode", inputs | tables | scales | new | angles)
     kv_format = _kv_format(k_cache, kv_format)
-    if new and kv_format:
-        raise TypeError(f"decode: k_new is given, k_cache has dtype {k_cache.dtype}; wanted caches of q's dtype")
+    if kv_format and new:
+        raise ValueError(f"decode: k_new is given, k_cache has dtype {k_cache.dtype}; wanted caches of 16 bits or more")
     dtype = _common_dtype("decode", {"q": q} if kv_format else inputs | new)
     _check_formats(inputs, scales, kv_format)
     for name, array in inputs.items():
@@ -545,13 +545,13 @@ def decode(
     if found == "numpy" and lengths is not None:
         appended = sizes["queries"] if new else 0
         _check_tables(lengths, page_table, capacity, k_cache.shape[0], sizes["keys"], appended)
-    read = {"q": q} | tables | new | angles | scales
+    read = {"q": q} | tables | new | angles
     written = _check_written(read, k_cache, v_cache, overflow) if new else {}
     if overflow is not None and not new:
         raise ValueError("decode: overflow is given, k_new is None; wanted both, or neither")
     causal, window = _causal("decode", causal), _window("decode", window)
     batch = (sequences,)
-    described = tables | scales | dict(zip(("cos", "sin"), angles.values(), strict=False))
+    described = tables | dict(zip(("cos", "sin"), angles.values(), strict=False))
     described |= {} if overflow is None else {"overflow": overflow}
     problem = Problem(
         function="decode",
@@ -574,12 +574,12 @@ def decode(
         splits=_splits(splits),
         batch_invariant=bool(batch_invariant),
         kv_format=kv_format,
-        **{name: Table(name, x.shape, x.strides, x.dtype.name) for name, x in described.items()},
+        **{name: Table(name, x.shape, x.strides, x.dtype.name) for name, x in (described | scales).items()},
     )
     if out is None:
         return problem
     _common_library("decode", {"q": q, "out": out})
-    _result("decode", "out", out, problem.out_shape, q.dtype, inputs | read | written)
+    _result("decode", "out", out, problem.out_shape, q.dtype, inputs | scales | read | written)
     return replace(problem, out=_operand(out, batch))
 
 

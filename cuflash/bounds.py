@@ -33,11 +33,6 @@ of which Cauchy and Schwarz make matrix products: ``sum T |v - out| <= sqrt(sum 
 Where keys are shared among parts that are added at the end, as `decode` does, each addition is a rescale more, and its
 argument another lag at most beyond the distance.
 
-**Rotation.** What `decode` rotates, ``x c - y s``, takes a rounding of each product, one of their difference, and one
-of ``u_f`` to the format it is kept in, where it may underflow: it errs by ``gamma(2 u) (|x c| + |y s|)``, and then by
-u_f of itself, together e. A product of a rotated q and a key, rotated or not, moves by ``e_q |k| + |q| e_k + e_q e_k``,
-which adds to the error of its score. The bound is infinite where a rotated number leaves the format.
-
 **8-bit caches.** On a GPU both products are in float16, which holds every element of int8 and E4M3. A row of bfloat16
 queries is brought to float16 by a power of two, so that an element errs by 2^-39 of the row's largest if it underflows;
 the factors of a head and a slot cost a rounding each, as if of every product. A scale g_j of value j multiplies the
@@ -45,6 +40,11 @@ weight before it is rounded. Then the reference follows ``s_j + log G_j``, G_j b
 2^32, and so do rises and rescales: in R_j and in the sum of their arguments ``max(s + log G) - s_j - log G_j`` is the
 distance, and the argument of the exponential is off by ``|log G_j|``. A weight that underflows errs by 2^-25 of the
 largest ``p G``, over ``|g_j|``; and so much larger than 1 as that is are the numbers that may be flushed.
+
+**Rotation.** What `decode` rotates, ``x c - y s``, takes a rounding of each product, one of their difference, and one
+of ``u_f`` to the format it is kept in, where it may underflow: it errs by ``gamma(2 u) (|x c| + |y s|)``, and then by
+u_f of itself, together e. A product of a rotated q and a key, rotated or not, moves by ``e_q |k| + |q| e_k + e_q e_k``,
+which adds to the error of its score. The bound is infinite where a rotated number leaves the format.
 
 **Sums.** Where weights meet v in 16 bits, each errs by ``u_p`` of itself, and in float16 by 2^-25 of the row's
 reference if it underflows. Summing n products errs by ``gamma(n u + R_j u)``, summing the weights themselves by the
@@ -81,12 +81,13 @@ from .reference import (
     Heads,
     dequantised,
     double,
-    host,
+    is_8bit,
     pair_columns,
     product,
     rotate,
     scores,
     sequences,
+    slots,
     softmax,
     visible,
     weighted,
@@ -265,11 +266,11 @@ def forward(q, k, v, *, path, scale=None, causal=False, window=None, rows=None):
     >>> bool(forward(x, x, x, path="numpy float32").out_bound.max() < 1e-5)
     True
     """
-    return _forward(q, k, v, path=path_of(path), scale=scale, causal=causal, window=window, rows=rows)
+    return _forward(q, k, v, None, path=path_of(path), scale=scale, causal=causal, window=window, rows=rows)
 
 
-def _forward(q, k, v, *, path, scale, causal, window, rows=None, errors=None, value_scales=None):
-    """The same of q and k that differ from their exact values by ``errors``, a pair of arrays or None.
+def _forward(q, k, v, errors, *, path, scale, causal, window, rows=None, value_scales=None):
+    """`forward` of q and k that differ from their exact values by ``errors``, a pair of arrays or None.
 
     ``value_scales`` (key_heads, keys) multiply the weights before these are rounded.
     """
@@ -293,15 +294,15 @@ LARGEST_K_SCALE = 2.0**90  # beyond it, products of scaled queries may leave flo
 
 
 def decode(
-    q, k_cache, v_cache, *, path, lengths=None, page_table=None, k_new=None, v_new=None, rotary=None,
-    rotary_interleaved=False, k_scale=None, v_scale=None, kv_format=None, scale=None, causal=True, window=None,
+    q, k_cache, v_cache, *, path, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None, k_new=None,
+    v_new=None, rotary=None, rotary_interleaved=False, scale=None, causal=True, window=None,
 ):  # fmt: skip
     """Exact out and lse of `cuflash.decode`, and the error it may make on a path.
 
     Parameters
     ----------
-    q, k_cache, v_cache, lengths, page_table, k_new, v_new, rotary, rotary_interleaved
-    k_scale, v_scale, kv_format, scale, causal, window
+    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved
+    scale, causal, window
         As in `cuflash.reference.decode`.
     path : str or Path
         As in `forward`, by q's dtype. On a GPU keys are shared among warps and blocks.
@@ -313,32 +314,34 @@ def decode(
     path = path_of(path)
     if path.lag:
         path = replace(path, merges=2)
-    if kv_format is None and host(k_cache).dtype == np.int8:
-        kv_format = "int8"
-    own = path_of(path)
-    path = own if kv_format is None else _from_8bit(own)
-    slots = own.lag > 0 and v_scale is not None and v_scale.ndim > 1
-    operands = q, ((k_cache, k_scale), (v_cache, v_scale)), lengths, page_table
+    scaled = None
+    if is_8bit(k_cache):
+        path, given = _from_8bit(path), ((k_cache, k_scale), (v_cache, v_scale))
+        ones = (slots(np.ones(1) if x is None else x, cache.shape) for cache, x in given)
+        scaled = sequences(q, *ones, lengths, page_table)
+        k_cache, v_cache = (dequantised(cache, x, kv_format) for cache, x in given)
+    followed = path.lag > 0 and v_scale is not None and v_scale.ndim > 1  # by the reference
+    operands = q, k_cache, v_cache, lengths, page_table
     appended = {"k_new": k_new, "v_new": v_new, "rotary": rotary, "rotary_interleaved": rotary_interleaved}
     shapes = [(*q.shape[:-1], v_cache.shape[-1]), q.shape[:-1]]
     results = Bounded(*(np.full(shape, np.nan) for shape in shapes), *(np.zeros(shape) for shape in shapes))
-    rounded = sequences(*operands, **appended, rotate=partial(rotation_error, path=own))
+    rounded = sequences(*operands, **appended, rotate=partial(rotation_error, path=path))
     for b, (exact, error) in enumerate(zip(sequences(*operands, **appended), rounded, strict=True)):
+        one, value_scales = path, None
+        if scaled is not None:
+            _, k_scales, v_scales = next(scaled)
+            value_scales = v_scales[..., 0] if followed else None
+            if np.abs(k_scales).max(initial=0) > LARGEST_K_SCALE:
+                one = replace(path, largest=0.0)
         if exact is None:
             continue
-        q1, (k1, k_scales), (v1, v_scales) = exact
-        errors, known = None, k1.shape[1] - (0 if k_new is None else q.shape[-2])
-        if rotary is not None and k1.shape[1] > 0:
-            errors = [error[0], np.zeros(k1.shape)]
-            errors[1][:, known:] = error[1][0][:, known:]
-        one = path
-        if k_scales is not None and np.abs(k_scales).max(initial=0) > LARGEST_K_SCALE:
-            one = replace(path, largest=0.0)
-        k1, v1 = dequantised(k1, k_scales, kv_format), dequantised(v1, v_scales, kv_format)
+        errors = None
+        if rotary is not None and exact[1].shape[1] > 0:
+            errors = [error[0], error[1].copy()]
+            errors[1][:, : exact[1].shape[1] - (0 if k_new is None else q.shape[-2])] = 0  # those of the cache
         part = _forward(
-            q1, k1, v1, path=one, scale=scale, causal=causal, window=window, errors=errors,
-            value_scales=v_scales[..., 0] if slots else None,
-        )  # fmt: skip
+            *exact, errors, path=one, scale=scale, causal=causal, window=window, value_scales=value_scales
+        )
         for name in ("out", "lse", "out_bound", "lse_bound"):
             getattr(results, name)[b] = getattr(part, name)
     return results

@@ -241,13 +241,13 @@ class CacheRecipe:
     rotary_interleaved, causal, window, scale, splits, batch_invariant
         Keywords of `cuflash.decode`.
     kv_format : {None, "int8", "e4m3"}
-        Of the caches; None: they are of q's dtype. Those of 8 bits are not appended to.
+        Of the caches; None: they are of q's dtype.
     k_scale, v_scale : {None, "head", "slot"}
         What scales 8-bit caches have.
     q, k, v, rows : str
-        How each lies in memory, as in `Recipe`; ``rows`` both k_new and v_new; scales lie as their cache does. What no
-        sequence owns holds NaN, or what comes nearest: keys beyond a length, a page that is nobody's. Entries of the
-        page table that nothing needs are numbers of no page.
+        How each lies in memory, as in `Recipe`; scales lie as their cache does, ``rows`` is both k_new and v_new. What
+        no sequence owns holds NaN, or what comes nearest: keys beyond a length, a page that is nobody's. Entries of
+        the page table that nothing needs are numbers of no page.
     integers, angles : str
         dtype of lengths and page table; of cos and sin.
     seed : int
@@ -332,7 +332,7 @@ class CacheRecipe:
     def values(self):
         """q, the caches in one piece, new keys in their places, and, of 8-bit ones, a dict of their scales.
 
-        NumPy arrays in C order; beyond a length they hold 0.
+        NumPy arrays in C order; beyond a length caches of 16 bits or more hold 0.
         """
         sequences, rng = len(self.lengths), np.random.default_rng(self.seed)
         shapes = (
@@ -383,13 +383,13 @@ class CacheRecipe:
 
     def meant(self, values):
         """Keywords by which `cuflash.bounds.decode` of such values is what the call computes."""
-        return {"lengths": np.array(self.lengths, int)} | _scales(values) | self.new(values) | self.keywords
+        return {"lengths": np.array(self.lengths, int)} | _scales_of(values) | self.new(values) | self.keywords
 
     def arrays(self, xp=np, values=None):
         """q, k_cache, v_cache and a dict of what else the call takes from memory, arrays of ``xp``."""
         values = values or self.values()
         q, *caches = values[:3]
-        scales = _scales(values)
+        scales = _scales_of(values)
         slots = {name: x[..., None] for name, x in scales.items() if x.ndim > 1}
         owned = [x.copy() for x in (*caches, *slots.values())]
         for b, length in enumerate(self.lengths):
@@ -400,7 +400,7 @@ class CacheRecipe:
             owned, tables["page_table"] = self._paged(owned)
         tables |= {name: xp.asarray(x) for name, x in scales.items() if x.ndim == 1}
         layouts = self.q, self.k, self.v, *({"k_scale": self.k, "v_scale": self.v}[name] for name in slots)
-        q, k, v, *slotted = (lay_out(x, layout, xp) for x, layout in zip((q.copy(), *owned), layouts, strict=True))
+        q, k, v, *slotted = (lay_out(x, layout, xp) for x, layout in zip((q, *owned), layouts, strict=True))
         tables |= {name: x[..., 0] for name, x in zip(slots, slotted, strict=True)}
         return q, k, v, {name: xp.asarray(x) for name, x in tables.items()} | self.new(values, xp)
 
@@ -436,11 +436,6 @@ def _quantised(x, kv_format, scales):
     return elements, factors
 
 
-def _scales(values):
-    """The scales among a recipe's values, by name."""
-    return values[3] if len(values) > 3 else {}
-
-
 def _garbage(garbage, dtype):
     """Values of a dtype that spoil what they meet as far as it can."""
     if dtype == np.uint8:  # E4M3 has no infinities
@@ -450,9 +445,14 @@ def _garbage(garbage, dtype):
     return np.array(garbage).astype(dtype)
 
 
+def _scales_of(values):
+    """Scales by name, of values as a `CacheRecipe` has them."""
+    return values[3] if len(values) > 3 else {}
+
+
 def cache_recipe(
     choose, *, dtypes=("float16", "bfloat16"), formats=CACHE_FORMATS, max_length=160, max_head_dim=256, appends=True
-):  # fmt: skip
+):
     """A `CacheRecipe` of choices, each by ``choose(options)`` from a sequence, of which the first is the simplest.
 
     ``formats`` are those of caches beside queries of 16 bits; ``(None,)`` for an attention that knows no others.
@@ -476,7 +476,7 @@ def cache_recipe(
     dtype = choose(dtypes)
     kv_format = choose(formats) if dtype in ("float16", "bfloat16") else None
     k_scale, v_scale = (choose(CACHE_SCALES) if kv_format else None for _ in range(2))
-    append = choose((False, True)) if appends and not kv_format else False
+    append = choose((False, True)) if appends and kv_format is None else False
     rotary = choose((0, choose((head_dim // 2, 1, head_dim // 4)))) if appends else 0
     return CacheRecipe(
         lengths=lengths,
@@ -881,9 +881,9 @@ def check_decode_one_by_one(decode, recipe, xp=np, path=None):
     results = _decoded(decode, recipe, recipe.arrays(xp, values), **changes)
     for b, (length, total) in enumerate(zip(recipe.lengths, recipe.totals, strict=True)):
         own = lambda x, b=b, total=total: x if x.ndim == 1 else x[b : b + 1, :, :total]  # noqa: E731
-        scales = {name: own(x) for name, x in _scales(values).items()}
+        scales = [{name: own(x) for name, x in each.items()} for each in values[3:]]
         one = replace(recipe, lengths=(length,), spare=0, page_size=None)
-        alone = one.arrays(xp, (values[0][b : b + 1], *map(own, values[1:3]), scales))
+        alone = one.arrays(xp, (values[0][b : b + 1], own(values[1]), own(values[2]), *scales))
         _assert_alike(f"sequence {b} alone", [x[b : b + 1] for x in results], _decoded(decode, one, alone, **changes))
 
 
@@ -937,8 +937,8 @@ def _with_rotated(recipe, values, caches, tables, path):
     q, k, v = (x.copy() for x in values)
     path, totals = _path(path, q), np.array(recipe.totals, int)
     angles = recipe.new(values)["rotary"]
-    stored = reference.sequences(q, [(x, None) for x in caches], totals, tables.get("page_table"))
-    for b, (length, (_, (found, _), _)) in enumerate(zip(recipe.lengths, stored, strict=True)):
+    stored = reference.sequences(q, *caches, totals, tables.get("page_table"))
+    for b, (length, (_, found, _)) in enumerate(zip(recipe.lengths, stored, strict=True)):
         rows = slice(length, recipe.totals[b])
         turned = k[b, :, rows], *(x[rows] for x in angles)
         exact = reference.rotate(*turned, interleaved=recipe.rotary_interleaved)

@@ -281,8 +281,7 @@ struct NoScales {
     __device__ __forceinline__ void copy_values(uint32, int, const Found&) const {}
 };
 
-// A warp's tiles, one after the other, through its ring; returns whether a page of any lane's was missing,
-// or the sequence refused. `begin()` is
+// A warp's tiles, one after the other, through its ring; returns whether a page of any lane's was missing. `begin()` is
 // called when the rows of q, whose copies come first, are here for the thread; `with_keys(key, stage)` when a tile's
 // keys are, from `key` on, in the stage at that address; `with_values(stage)` when its values are.
 template <int RUN, typename Scales, typename Begin, typename WithKeys, typename WithValues>

@@ -197,7 +197,7 @@ def test_appends_and_rotation_have_teeth(dtype):
         """Of a call in which q and the new keys are rounded once."""
         given = append | changes
         sequences = []
-        for q1, (k1, _), (v1, _) in reference.sequences(q, ((k, None), (v, None)), **given):
+        for q1, k1, v1 in reference.sequences(q, k, v, **given):
             k1 = k1.copy()
             if rounded:
                 q1, k1 = q1.astype(q.dtype), k1.astype(q.dtype)

@@ -215,123 +215,6 @@ def test_a_visible_nan_is_seen(engine):
     assert np.isnan(out[0, :2, 0]).sum() == 2 and np.isnan(out[0, 2:]).all() and np.isnan(lse[0, 2:]).all()
 
 
-# Appends ----------------------------------------------------------------------------------------------------------
-
-
-def appending(lengths, **changes):
-    sizes = {"heads": 6, "key_heads": 2, "head_dim": 16, "value_dim": 24, "spare": 40, "append": True}
-    return CacheRecipe(lengths=lengths, **(sizes | changes))
-
-
-@pytest.mark.parametrize("rotary", [0, 4, 8])
-@pytest.mark.parametrize("page_size", [None, 1, 16, 48])
-@pytest.mark.parametrize("queries", [1, 3, 20])
-def test_appends(engine, dtypes, queries, page_size, rotary):
-    for n, dtype in enumerate(dtypes):
-        recipe = appending(
-            (0, 1, 31, 90), queries=queries, page_size=page_size, rotary=rotary, rotary_interleaved=bool(n % 2),
-            dtype=dtype, seed=n, angles=dtype if queries == 3 else "float32",
-        )  # fmt: skip
-        for check in (testing.check_decode_bound, testing.check_decode_append, testing.check_decode_overflow):
-            hold(engine, check, recipe)
-
-
-@pytest.mark.parametrize("layout", testing.CACHE_LAYOUTS)
-def test_appends_to_views(engine, layout):
-    """Also to those that kernels cannot read in place: what is copied has the new keys."""
-    for where in ({"k": layout, "v": layout}, {"rows": layout}, {"q": layout, "scale": -0.3}):
-        recipe = appending((5, 40, 0), queries=2, page_size=7, rotary=5, **where)
-        hold(engine, testing.check_decode_bound, recipe)
-        hold(engine, testing.check_decode_append, recipe)
-
-
-def test_step_by_step(engine):
-    """A cache that grows by steps of some rows is the cache that had them all, and lengths are the caller's."""
-    q, k, v = draw(engine, (3, 4, 70, 16), (3, 2, 70, 16), (3, 2, 70, 24), dtype="float16")
-    caches = [engine.xp.zeros_like(x) for x in (k, v)]
-    lengths, before = engine.xp.zeros(3, np.int32), 0
-    for queries in (1, 5, 33, 1, 30):
-        rows = slice(before, before + queries)
-        new = {"k_new": k[:, :, rows], "v_new": v[:, :, rows]}
-        results = cuflash.decode(q[:, :, rows], *caches, lengths=lengths, return_lse=True, **new)
-        assert reference.host(lengths).tolist() == [before] * 3
-        lengths += queries
-        before += queries
-        exact = bounds.decode(q[:, :, rows], k, v, path=path(engine, "float16"), lengths=np.full(3, before))
-        assert bounds.worst(results, exact) <= 1
-    assert same(caches, (k, v))
-
-
-def test_rotary_without_an_append(engine):
-    """Rows are at the last positions; of one sequence the tables are too short, of another nothing is there."""
-    for changes in ({}, {"causal": False}, {"rotary_interleaved": True}, {"page_size": 16}):
-        recipe = appending((70, 2, 0, 71), queries=4, rotary=6, append=False, **changes)
-        hold(engine, testing.check_decode_bound, recipe)
-        q, k, v, tables = recipe.arrays(engine.xp)
-        whole = cuflash.decode(q, k, v, return_lse=True, **tables | recipe.keywords)
-        tables["rotary"] = [x[:70] for x in tables["rotary"]]
-        some = cuflash.decode(q, k, v, return_lse=True, **tables | recipe.keywords)
-        assert same([x[:3] for x in some], [x[:3] for x in whole])
-        assert all(np.isnan(reference.double(x)[3]).all() for x in some)
-        tables["rotary"] = [x[:0] for x in tables["rotary"]]
-        none = [reference.double(x) for x in cuflash.decode(q, k, v, return_lse=True, **tables | recipe.keywords)]
-        assert np.isnan(none[0][[0, 1, 3]]).all() and not none[0][2].any() and (none[1][2] == -np.inf).all()
-
-
-def test_no_pairs_is_no_rotation(engine):
-    recipe = appending((30, 2), queries=2)
-    q, k, v, tables = recipe.arrays(engine.xp)
-    wanted = cuflash.decode(q, k, v, return_lse=True, **tables)
-    rotary = [engine.xp.zeros((60, 0), np.float32)] * 2
-    assert same(cuflash.decode(q, k, v, return_lse=True, rotary=rotary, **tables), wanted)
-
-
-def test_appends_of_nothing(engine):
-    """No rows, no heads, no sequences, values without columns."""
-    for shape, cache in (((2, 4, 0, 8), (2, 2, 5, 8)), ((2, 0, 1, 8), (2, 2, 5, 8)), ((0, 4, 1, 8), (0, 2, 5, 8))):
-        q, k, v = draw(engine, shape, cache, cache, dtype="float16")
-        new = engine.xp.ones((shape[0], 2, shape[2], 8), np.float16)
-        angles = [engine.xp.ones((9, 2), np.float32)] * 2
-        for rotary in (None, angles):
-            overflow = engine.xp.full(shape[0], 7, np.int32)
-            keys, values = k.copy(), v.copy()
-            out = cuflash.decode(
-                q, keys, values, lengths=engine.xp.full(shape[0], 3, np.int32), k_new=new, v_new=new,
-                overflow=overflow, rotary=rotary,
-            )  # fmt: skip
-            assert out.shape == shape and not reference.host(overflow).any()
-            assert same([values[:, :, 3 : 3 + shape[2]], values[:, :, :3]], [new, v[:, :, :3]])
-    q, k, v = draw(engine, (2, 2, 1, 8), (2, 2, 5, 8), (2, 2, 5, 0), dtype="float16")
-    cuflash.decode(q, k, v, lengths=engine.xp.asarray([1, 2]), k_new=q, v_new=q[..., :0])
-    assert same([k[0, :, 1], k[1, :, 2]], [q[0, :, 0], q[1, :, 0]])
-
-
-def test_appends_in_several_launches(engine, monkeypatch):
-    monkeypatch.setattr(_plan, "LARGEST_GRID", 60)
-    recipe = appending((90, 0, 13, 65, 1), page_size=7, queries=3, rotary=8, splits=2)
-    for check in (testing.check_decode_bound, testing.check_decode_append, testing.check_decode_overflow):
-        hold(engine, check, recipe)
-
-
-def test_a_call_that_is_refused_appends_nothing(engine):
-    q, k, v = draw(engine, (2, 4, 1, 8), (2, 2, 32, 8), (2, 2, 32, 8), dtype="float16")
-    new, before = q[:, :2].copy(), (k.copy(), v.copy())
-    call = partial(cuflash.decode, q, k, v, lengths=engine.xp.asarray([3, 4]), v_new=new)
-    for keywords, words in (
-        ({"k_new": k[:, :, 31:]}, "k_cache shares memory with k_new"),
-        ({"k_new": new, "out": q}, "out shares memory with q"),
-        ({"k_new": new[:, :1]}, "k_new has shape"),
-        ({"k_new": new, "scale": np.nan}, "scale is nan"),
-        ({}, "k_new is None, v_new is given"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call(**keywords)
-    assert same((k, v), before)
-    call(k_new=new)
-    with pytest.raises(ValueError, match="k_cache shares memory with k_new"):
-        call(k_new=k[:, :, :1])
-
-
 # 8-bit caches -----------------------------------------------------------------------------------------------------
 
 CODES = np.arange(256, dtype=np.uint8)
@@ -467,6 +350,123 @@ def test_int8_is_the_default_of_its_dtype(engine):
     arrays, keywords = quantised(engine, "int8", ("head", None))
     results = [cuflash.decode(*arrays, return_lse=True, **(keywords | {"kv_format": f})) for f in (None, "int8")]
     assert same(*results)
+
+
+# Appends ----------------------------------------------------------------------------------------------------------
+
+
+def appending(lengths, **changes):
+    sizes = {"heads": 6, "key_heads": 2, "head_dim": 16, "value_dim": 24, "spare": 40, "append": True}
+    return CacheRecipe(lengths=lengths, **(sizes | changes))
+
+
+@pytest.mark.parametrize("rotary", [0, 4, 8])
+@pytest.mark.parametrize("page_size", [None, 1, 16, 48])
+@pytest.mark.parametrize("queries", [1, 3, 20])
+def test_appends(engine, dtypes, queries, page_size, rotary):
+    for n, dtype in enumerate(dtypes):
+        recipe = appending(
+            (0, 1, 31, 90), queries=queries, page_size=page_size, rotary=rotary, rotary_interleaved=bool(n % 2),
+            dtype=dtype, seed=n, angles=dtype if queries == 3 else "float32",
+        )  # fmt: skip
+        for check in (testing.check_decode_bound, testing.check_decode_append, testing.check_decode_overflow):
+            hold(engine, check, recipe)
+
+
+@pytest.mark.parametrize("layout", testing.CACHE_LAYOUTS)
+def test_appends_to_views(engine, layout):
+    """Also to those that kernels cannot read in place: what is copied has the new keys."""
+    for where in ({"k": layout, "v": layout}, {"rows": layout}, {"q": layout, "scale": -0.3}):
+        recipe = appending((5, 40, 0), queries=2, page_size=7, rotary=5, **where)
+        hold(engine, testing.check_decode_bound, recipe)
+        hold(engine, testing.check_decode_append, recipe)
+
+
+def test_step_by_step(engine):
+    """A cache that grows by steps of some rows is the cache that had them all, and lengths are the caller's."""
+    q, k, v = draw(engine, (3, 4, 70, 16), (3, 2, 70, 16), (3, 2, 70, 24), dtype="float16")
+    caches = [engine.xp.zeros_like(x) for x in (k, v)]
+    lengths, before = engine.xp.zeros(3, np.int32), 0
+    for queries in (1, 5, 33, 1, 30):
+        rows = slice(before, before + queries)
+        new = {"k_new": k[:, :, rows], "v_new": v[:, :, rows]}
+        results = cuflash.decode(q[:, :, rows], *caches, lengths=lengths, return_lse=True, **new)
+        assert reference.host(lengths).tolist() == [before] * 3
+        lengths += queries
+        before += queries
+        exact = bounds.decode(q[:, :, rows], k, v, path=path(engine, "float16"), lengths=np.full(3, before))
+        assert bounds.worst(results, exact) <= 1
+    assert same(caches, (k, v))
+
+
+def test_rotary_without_an_append(engine):
+    """Rows are at the last positions; of one sequence the tables are too short, of another nothing is there."""
+    for changes in ({}, {"causal": False}, {"rotary_interleaved": True}, {"page_size": 16}):
+        recipe = appending((70, 2, 0, 71), queries=4, rotary=6, append=False, **changes)
+        hold(engine, testing.check_decode_bound, recipe)
+        q, k, v, tables = recipe.arrays(engine.xp)
+        whole = cuflash.decode(q, k, v, return_lse=True, **tables | recipe.keywords)
+        tables["rotary"] = [x[:70] for x in tables["rotary"]]
+        some = cuflash.decode(q, k, v, return_lse=True, **tables | recipe.keywords)
+        assert same([x[:3] for x in some], [x[:3] for x in whole])
+        assert all(np.isnan(reference.double(x)[3]).all() for x in some)
+        tables["rotary"] = [x[:0] for x in tables["rotary"]]
+        none = [reference.double(x) for x in cuflash.decode(q, k, v, return_lse=True, **tables | recipe.keywords)]
+        assert np.isnan(none[0][[0, 1, 3]]).all() and not none[0][2].any() and (none[1][2] == -np.inf).all()
+
+
+def test_no_pairs_is_no_rotation(engine):
+    recipe = appending((30, 2), queries=2)
+    q, k, v, tables = recipe.arrays(engine.xp)
+    wanted = cuflash.decode(q, k, v, return_lse=True, **tables)
+    rotary = [engine.xp.zeros((60, 0), np.float32)] * 2
+    assert same(cuflash.decode(q, k, v, return_lse=True, rotary=rotary, **tables), wanted)
+
+
+def test_appends_of_nothing(engine):
+    """No rows, no heads, no sequences, values without columns."""
+    for shape, cache in (((2, 4, 0, 8), (2, 2, 5, 8)), ((2, 0, 1, 8), (2, 2, 5, 8)), ((0, 4, 1, 8), (0, 2, 5, 8))):
+        q, k, v = draw(engine, shape, cache, cache, dtype="float16")
+        new = engine.xp.ones((shape[0], 2, shape[2], 8), np.float16)
+        angles = [engine.xp.ones((9, 2), np.float32)] * 2
+        for rotary in (None, angles):
+            overflow = engine.xp.full(shape[0], 7, np.int32)
+            keys, values = k.copy(), v.copy()
+            out = cuflash.decode(
+                q, keys, values, lengths=engine.xp.full(shape[0], 3, np.int32), k_new=new, v_new=new,
+                overflow=overflow, rotary=rotary,
+            )  # fmt: skip
+            assert out.shape == shape and not reference.host(overflow).any()
+            assert same([values[:, :, 3 : 3 + shape[2]], values[:, :, :3]], [new, v[:, :, :3]])
+    q, k, v = draw(engine, (2, 2, 1, 8), (2, 2, 5, 8), (2, 2, 5, 0), dtype="float16")
+    cuflash.decode(q, k, v, lengths=engine.xp.asarray([1, 2]), k_new=q, v_new=q[..., :0])
+    assert same([k[0, :, 1], k[1, :, 2]], [q[0, :, 0], q[1, :, 0]])
+
+
+def test_appends_in_several_launches(engine, monkeypatch):
+    monkeypatch.setattr(_plan, "LARGEST_GRID", 60)
+    recipe = appending((90, 0, 13, 65, 1), page_size=7, queries=3, rotary=8, splits=2)
+    for check in (testing.check_decode_bound, testing.check_decode_append, testing.check_decode_overflow):
+        hold(engine, check, recipe)
+
+
+def test_a_call_that_is_refused_appends_nothing(engine):
+    q, k, v = draw(engine, (2, 4, 1, 8), (2, 2, 32, 8), (2, 2, 32, 8), dtype="float16")
+    new, before = q[:, :2].copy(), (k.copy(), v.copy())
+    call = partial(cuflash.decode, q, k, v, lengths=engine.xp.asarray([3, 4]), v_new=new)
+    for keywords, words in (
+        ({"k_new": k[:, :, 31:]}, "k_cache shares memory with k_new"),
+        ({"k_new": new, "out": q}, "out shares memory with q"),
+        ({"k_new": new[:, :1]}, "k_new has shape"),
+        ({"k_new": new, "scale": np.nan}, "scale is nan"),
+        ({}, "k_new is None, v_new is given"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(**keywords)
+    assert same((k, v), before)
+    call(k_new=new)
+    with pytest.raises(ValueError, match="k_cache shares memory with k_new"):
+        call(k_new=k[:, :, :1])
 
 
 # What the host does not look at ------------------------------------------------------------------------------------

@@ -417,9 +417,8 @@ def test_a_graph_appends_at_lengths_that_its_caller_increases(changes):
             assert reference.host(overflow).tolist() == no_room.astype(int).tolist()
             told.append(no_room.sum())
             lengths = np.where(no_room, held["lengths"], held["lengths"] + problem.queries)
-            caches = [(reference.host(x), None) for x in (k, v)]
-            after = reference.sequences(reference.host(q), caches, lengths, held.get("page_table"))
-            for b, (_, _, (values, _)) in enumerate(after):
+            after = reference.sequences(*(reference.host(x) for x in (q, k, v)), lengths, held.get("page_table"))
+            for b, (_, _, values) in enumerate(after):
                 if not no_room[b]:
                     assert np.array_equal(values[:, -problem.queries :], held["v_new"][b])
             given["lengths"] += problem.queries

@@ -667,11 +667,11 @@ Q = x(3, 2, 1, 8)
 CACHED = [Q, CACHE, CACHE]
 LENGTHS = np.array([6, 0, 1])
 TABLE = np.zeros((3, 2), np.int32)
-INTEGERS = np.zeros(3, np.int32)
-APPEND = words(lengths=LENGTHS, k_new=x(3, 2, 1, 8), v_new=x(3, 2, 1, 8))
 INT8 = [Q.astype(np.float16), *[CACHE.astype(np.int8)] * 2]
 BYTES = [INT8[0], *[CACHE.astype(np.uint8)] * 2]
 HEADS, SLOTS = x(2), x(3, 2, 6)
+INTEGERS = np.zeros(3, np.int32)
+APPEND = words(lengths=LENGTHS, k_new=x(3, 2, 1, 8), v_new=x(3, 2, 1, 8))
 DECODE = [
     ([QKV[0], CACHE, CACHE], {}, ValueError, "q has shape (2, 4, 8); wanted 4 axes"),
     ([Q, CACHE[0], CACHE], {}, ValueError, "k_cache has shape (2, 6, 8); wanted 4 axes"),
@@ -753,7 +753,9 @@ DECODE = [
         CACHED, words(v_scale=HEADS), ValueError,
         "v_scale is given, k_cache has dtype float32; wanted scales of 8-bit caches alone",
     ),
-    (INT8, APPEND, TypeError, "k_new is given, k_cache has dtype int8; wanted caches of q's dtype"),
+    (
+        INT8, APPEND, ValueError, "k_new is given, k_cache has dtype int8; wanted caches of 16 bits or more",
+    ),
     (INT8, words(k_scale=HEADS.astype(float)), TypeError, "k_scale has dtype float64; wanted float32"),
     (INT8, words(v_scale=2.0), TypeError, f"v_scale is a float; wanted {ANY}"),
     (
@@ -1092,8 +1094,8 @@ def test_as_many_blocks_fit_a_multiprocessor_as_the_registers_leave_room_for(cap
 
 
 NO_TABLES = {
-    "lengths": None, "page_table": None, "k_new": None, "v_new": None, "rotary": None, "rotary_interleaved": False,
-    "overflow": None, "k_scale": None, "v_scale": None, "kv_format": None, "return_lse": True, "out": None,
+    "lengths": None, "page_table": None, "k_scale": None, "v_scale": None, "kv_format": None, "k_new": None,
+    "v_new": None, "rotary": None, "rotary_interleaved": False, "overflow": None, "return_lse": True, "out": None,
     "engine": None,
 }  # fmt: skip
 

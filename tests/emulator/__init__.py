@@ -370,15 +370,15 @@ class Emulator:
         return _Backward(problem, self.plan(problem), Host(self))(arrays, tuple(grads or ()))
 
     def decode(
-        self, q, k_cache, v_cache, *, lengths=None, page_table=None, k_new=None, v_new=None, rotary=None,
-        rotary_interleaved=False, overflow=None, k_scale=None, v_scale=None, kv_format=None, scale=None, causal=True,
+        self, q, k_cache, v_cache, *, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None,
+        k_new=None, v_new=None, rotary=None, rotary_interleaved=False, overflow=None, scale=None, causal=True,
         window=None, splits=None, batch_invariant=False, return_lse=False, out=None, engine=None,
     ):  # fmt: skip
         """`cuflash.decode` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""
         engine = None if engine == "emulated" else engine
         given = {
             "q": q, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths, "page_table": page_table,
-            "k_new": k_new, "v_new": v_new, "overflow": overflow, "k_scale": k_scale, "v_scale": v_scale,
+            "k_scale": k_scale, "v_scale": v_scale, "k_new": k_new, "v_new": v_new, "overflow": overflow,
         }  # fmt: skip
         given = {name: None if x is None else _problem.adopt("decode", name, x) for name, x in given.items()}
         with mock.patch.object(_problem, "_check_tables"):  # what a GPU holds the host does not look at

@@ -211,12 +211,6 @@ FIRST_ROWS = replace(CACHE, queries=20, causal="top-left")
 BUSY = replace(CACHE, lengths=(290, 250, 70), heads=12, key_heads=4, queries=5)
 LONG_CACHE = replace(CACHE, lengths=(2000,), splits=1)  # rings that go round
 
-# Appends, over the edges of pages and in one piece. Seeds say what has no room: angles, a page, or lengths.
-APPEND = replace(CACHE, lengths=(29, 0, 22), queries=5, append=True)
-ROTARY = replace(APPEND, rotary=7, splits=1)
-WHOLE = replace(APPEND, page_size=None, head_dim=48, value_dim=32, spare=3)
-NO_ANGLES, NO_PAGE, NO_ROOM = replace(ROTARY, seed=3), replace(APPEND, seed=11, page_size=3), replace(APPEND, seed=17)
-
 # The same from 8 bits: pages of no whole runs, of whole ones, and none; scales of slots and of heads.
 INT8 = replace(CACHE, dtype="bfloat16", kv_format="int8", k_scale="slot", v_scale="slot")
 HEAD_SCALES = replace(INT8, k_scale="head", v_scale="head", page_size=None)
@@ -224,6 +218,12 @@ INT8_WINDOWED = replace(INT8, queries=20, causal=False, window=(40, 9))
 E4M3_WINDOWED = replace(INT8_WINDOWED, kv_format="e4m3")
 IN_RUNS = replace(INT8, page_size=16)
 IN_ONE_PIECE = replace(INT8, page_size=None, lengths=(283, 290))
+
+# Appends, over the edges of pages and in one piece. Seeds say what has no room: angles, a page, or lengths.
+APPEND = replace(CACHE, lengths=(29, 0, 22), queries=5, append=True)
+ROTARY = replace(APPEND, rotary=7, splits=1)
+WHOLE = replace(APPEND, page_size=None, head_dim=48, value_dim=32, spare=3)
+NO_ANGLES, NO_PAGE, NO_ROOM = replace(ROTARY, seed=3), replace(APPEND, seed=11, page_size=3), replace(APPEND, seed=17)
 
 MUTATIONS = (
     *(
