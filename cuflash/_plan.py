@@ -524,6 +524,7 @@ def _filled(rows, tile):
 # Decode ---------------------------------------------------------------------------------------------------------
 
 INVARIANT_KEYS = 1024  # of a split whose ends are to be the same in every batch
+SHORT_KEYS = 512  # of a split that is for a second block beside the first
 FEWEST_BESIDE_OTHERS = 1024  # keys of a split, where there are blocks enough without
 # Keys of a split where caches are full, so that one long sequence among short ones does not take long: with 4096, 1.03
 # of the time where all are long.
@@ -722,10 +723,19 @@ def _splits(problem, variant, limits, items):
     items = max(items, 1)
     # A block a multiprocessor reads as fast as two, and parts are half as many to add. On an H200, with 8 items: 1 x 8k
     # 16.2 us with 16 splits, 18.6 with 33; 1 x 64k 67.6, 71.0 and, with 66, 82.3. With 64: 67.1 with 2, 67.9 with 4.
-    filling = -(-95 * limits.processors // (100 * items))
+    filling = _filling(1, limits, items)
+    if problem.page_table is not None or problem.kv_format is not None:
+        # Where pages are looked up or bytes converted it does not: pages of 16, with 32 items, 1 x 64k 264 us with 4
+        # splits, 247 with 8. Short splits are no gain: 1 x 8k, with 8, 16.7 us with 16, 18.1 with 33.
+        filling = max(filling, min(_filling(2, limits, items), most * tile // SHORT_KEYS))
     balancing = min(-(-most * tile // MOST_KEYS), MOST_WAVES * limits.processors * variant.blocks_per_sm // items)
     fewest = tile * variant.warps if filling > 1 else FEWEST_BESIDE_OTHERS  # at least a tile for each warp
     return max(min(max(filling, balancing), -(-most * tile // fewest)), 1), fewest // tile
+
+
+def _filling(blocks, limits, items):
+    """Splits with which so many blocks a multiprocessor, or a few less, have all items."""
+    return -(-95 * blocks * limits.processors // (100 * items))
 
 
 # Backward -------------------------------------------------------------------------------------------------------

@@ -846,7 +846,7 @@ def _decoded(decode, recipe, arrays, **changes):
 
 def _assert_decoded(results, recipe, values, path, rows=None):
     """Inside the bound; of sequence b only the rows ``rows[b]``, where given."""
-    path = _path(path, values[0])
+    path = _path(path, results[0])
     exact = bounds.decode(*values[:3], path=path, **recipe.meant(values))
     for part, actual, wanted, limit in zip(
         ("out", "lse"), results, (exact.out, exact.lse), (exact.out_bound, exact.lse_bound), strict=True
@@ -935,7 +935,7 @@ def check_decode_append(decode, recipe, xp=np, path=None):
 def _with_rotated(recipe, values, caches, tables, path):
     """Values with the keys as an append has rotated them, which are found to be near enough."""
     q, k, v = (x.copy() for x in values)
-    path, totals = _path(path, q), np.array(recipe.totals, int)
+    path, totals = _path(path, caches[0]), np.array(recipe.totals, int)
     angles = recipe.new(values)["rotary"]
     stored = reference.sequences(q, *caches, totals, tables.get("page_table"))
     for b, (length, (_, found, _)) in enumerate(zip(recipe.lengths, stored, strict=True)):
