@@ -490,7 +490,8 @@ class _GpuAppend(_Gpu):
         """Launch on arrays by name; what it has made."""
         made = {name: allocation(self.empty) for name, allocation in self.made.items()}
         held = held | made
-        self._launch([0 if (x := held.get(name)) is None else x.data.ptr for name in self.names])
+        # An array without elements, such as angles of no pairs, has no address, but is there all the same.
+        self._launch([0 if (x := held.get(name)) is None else x.data.ptr or 1 for name in self.names])
         return made
 
 
