@@ -2,6 +2,7 @@
 
     python bench/run.py decode                                   # bfloat16, 32 heads, head_dim 128
     python bench/run.py decode --cells 1x8192,64x1024 --key-heads 8 --page-size 16 --splits 4
+    python bench/run.py decode --cells 1x65536,8x65536 --kv-format none,int8,e4m3 --scales slot     # 8-bit caches
     python bench/run.py decode --append --contenders ''          # beside it, calls that append and rotate too
 
 A figure is one CUDA graph of several calls, one behind the other, over caches that take turns: at least 8 calls, and as
@@ -18,7 +19,7 @@ import record
 import timing
 
 import cuflash
-from cuflash._dtypes import ELEMENTS
+from cuflash._dtypes import ELEMENTS, FORMATS, KINDS
 
 FEWEST_CALLS = 8
 CELLS = "1x1024,1x8192,8x1024,8x8192,64x1024,64x8192,1x65536,1x131072,8x65536"
@@ -32,18 +33,20 @@ def cells(options):
         for key_heads in options.key_heads:
             for batch, length in options.cells:
                 for page_size in options.page_size:
-                    yield record.Case(
-                        what="decode", engine="portable", dtype=dtype, head_dim=options.decode_dim,
-                        value_dim=options.decode_dim, mask="causal", queries=options.queries, length=length,
-                        batch=batch, heads=options.heads, key_heads=key_heads, page_size=page_size or None,
-                        splits=options.splits, graph=True,
-                    )  # fmt: skip
+                    for kv_format in options.kv_format:
+                        yield record.Case(
+                            what="decode", engine="portable", dtype=dtype, head_dim=options.decode_dim,
+                            value_dim=options.decode_dim, mask="causal", queries=options.queries, length=length,
+                            batch=batch, heads=options.heads, key_heads=key_heads, page_size=page_size or None,
+                            splits=options.splits, graph=True, kv_format=None if kv_format == "none" else kv_format,
+                        )  # fmt: skip
 
 
-def cache_bytes(case):
-    """Bytes of keys and values that a call reads."""
-    size = ELEMENTS[case.dtype].itemsize
-    return case.batch * case.key_heads * case.length * (case.head_dim + case.value_dim) * size
+def cache_bytes(case, scales=None):
+    """Bytes of keys and values, and of their scales, that a call reads."""
+    size = KINDS[case.kv_format or case.dtype].itemsize
+    slot = (case.head_dim + case.value_dim) * size + (8 if case.kv_format and scales == "slot" else 0)
+    return case.batch * case.key_heads * case.length * slot
 
 
 class Caches:
@@ -53,18 +56,19 @@ class Caches:
     it reads as many.
     """
 
-    def __init__(self, case):
+    def __init__(self, case, scales=None):
         import cupy
 
-        self.case, self.dtype = case, ELEMENTS[case.dtype].dtype
-        self.calls = max(FEWEST_CALLS, math.ceil(timing.SWEPT_BYTES / cache_bytes(case)))
-        count = min(self.calls, math.ceil(2 * timing.SWEPT_BYTES / cache_bytes(case)))
+        self.case, self.dtype, self.scales = case, ELEMENTS[case.dtype].dtype, scales
+        read = cache_bytes(case, scales)
+        self.calls = max(FEWEST_CALLS, math.ceil(timing.SWEPT_BYTES / read))
+        count = min(self.calls, math.ceil(2 * timing.SWEPT_BYTES / read))
         random = cupy.random.default_rng(2205)
         size = case.page_size or case.length
         pages = case.batch * -(-case.length // size)
         shape = pages, case.key_heads, size, case.head_dim
         self.q = self._normal(random, (case.batch, case.heads, case.queries, case.head_dim))
-        self.pairs = [(self._normal(random, shape), self._normal(random, shape)) for _ in range(count)]
+        self.pairs = [(self._cache(random, shape), self._cache(random, shape)) for _ in range(count)]
         self.tables = {"lengths": cupy.full(case.batch, case.length, np.int32)}
         rows = case.batch, case.key_heads, case.queries
         angles = cupy.arange(case.length)[:, None] * 1e4 ** -(cupy.arange(case.head_dim // 2) / (case.head_dim // 2))
@@ -88,19 +92,51 @@ class Caches:
             part[...] = random.standard_normal(part.size, dtype=np.float32).astype(self.dtype)
         return array
 
+    def _cache(self, random, shape):
+        """A cache and its scales."""
+        import cupy
+
+        kv_format = self.case.kv_format
+        if kv_format is None:
+            return self._normal(random, shape), None
+        slots = self.scales == "slot"
+        elements = cupy.empty(shape, FORMATS[kv_format].dtype)
+        scales = cupy.empty(shape[:3] if slots else shape[1:2], np.float32)
+        step = max(1, 2**26 // math.prod(shape[1:]))
+        for start in range(0, shape[0], step):  # of a head the last part's scale serves all, which are alike
+            part = random.standard_normal((min(step, shape[0] - start), *shape[1:]), dtype=np.float32)
+            elements[start : start + step], found = cuflash.quantize(part, kv_format, axis=-1 if slots else (0, 2, 3))
+            if slots:
+                scales[start : start + step] = found
+            else:
+                scales = found
+        return elements, scales
+
+    def scales_of(self, pair):
+        """Keywords that go with a pair of 8-bit caches."""
+        if self.case.kv_format is None:
+            return {}
+        (_, k_scale), (_, v_scale) = pair
+        return {"kv_format": self.case.kv_format, "k_scale": k_scale, "v_scale": v_scale}
+
     def turns(self):
         """The pair of each call."""
         return [self.pairs[n % len(self.pairs)] for n in range(self.calls)]
 
     def dense(self, b, head):
-        """Keys and values of a sequence and a query head in the first pair, on the host."""
-        key_head = head * self.case.key_heads // self.case.heads
-        found = []
-        for cache in self.pairs[0]:
-            rows = cache[self.tables["page_table"][b]] if self.case.page_size else cache[b : b + 1]
-            rows = rows[:, key_head].reshape(-1, cache.shape[-1])[: self.case.length]
-            found.append(contenders.to_host(rows))
-        return found
+        """Keys and values of a sequence and a query head in the first pair, on the host, and their scales."""
+        key_head, found, meant = head * self.case.key_heads // self.case.heads, [], {}
+
+        def own(x):
+            rows = x[self.tables["page_table"][b]] if self.case.page_size else x[b : b + 1]
+            return contenders.to_host(rows[:, key_head].reshape(-1, *x.shape[3:])[: self.case.length])
+
+        for name, (cache, scales) in zip(("k_scale", "v_scale"), self.pairs[0], strict=True):
+            found.append(own(cache))
+            if scales is not None:
+                heads = slice(key_head, key_head + 1)
+                meant[name] = own(scales)[None, None] if scales.ndim > 1 else contenders.to_host(scales)[heads]
+        return found, meant | ({"kv_format": self.case.kv_format} if meant else {})
 
 
 def error_over_bound(case, caches, out, append=False):
@@ -109,10 +145,11 @@ def error_over_bound(case, caches, out, append=False):
     for n in range(CHECKED):
         b, head = (case.batch - 1) * n // (CHECKED - 1), (case.heads - 1) * n // (CHECKED - 1)
         q = contenders.to_host(caches.q[b, head])
-        one, more = (x[None, None] for x in (q, *caches.dense(b, head))), {}
+        dense, more = caches.dense(b, head)
+        one = (x[None, None] for x in (q, *dense))
         if append:
             key_head, new = head * case.key_heads // case.heads, caches.append
-            more = {name: contenders.to_host(new[name][b, key_head])[None, None] for name in ("k_new", "v_new")}
+            more |= {name: contenders.to_host(new[name][b, key_head])[None, None] for name in ("k_new", "v_new")}
             more["rotary"] = tuple(map(contenders.to_host, new["rotary"]))
             more["lengths"] = contenders.to_host(new["lengths"][b : b + 1])
         wanted = cuflash.bounds.decode(*one, path=gpu.path_of(case.dtype, case.engine), **more)
@@ -127,8 +164,12 @@ def captured(caches, keywords):
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.get_current_stream().synchronize()
     out = cupy.empty((*caches.q.shape[:-1], caches.case.value_dim), caches.dtype)
-    call = lambda pair: cuflash.decode(caches.q, *pair, out=out, **keywords)  # noqa: E731
-    plan = cuflash.explain("decode", caches.q, *caches.pairs[0], **keywords)
+
+    def call(pair):
+        cuflash.decode(caches.q, *(cache for cache, _ in pair), out=out, **keywords, **caches.scales_of(pair))
+
+    first = caches.pairs[0]
+    plan = cuflash.explain("decode", caches.q, *(cache for cache, _ in first), **keywords, **caches.scales_of(first))
     sizes = [
         math.prod(buffer.shape) * (ELEMENTS[buffer.dtype].itemsize if buffer.dtype in ELEMENTS else 4)
         for buffer in plan.buffers
@@ -156,7 +197,9 @@ def captured_torch(caches, contender):
         raise contenders.Unfit("caches in one piece only")
     if case.queries > 1:
         raise contenders.Unfit("one query a sequence only: its causal mask is top-left")
-    q, *rest = (contenders.to_torch(x) for x in (caches.q, *(x for pair in caches.turns() for x in pair)))
+    if case.kv_format:
+        raise contenders.Unfit("16-bit caches only")
+    q, *rest = (contenders.to_torch(x) for x in (caches.q, *(x for pair in caches.turns() for x, _ in pair)))
     pairs = list(zip(rest[::2], rest[1::2], strict=True))
     more = {"enable_gqa": True} if case.heads != case.key_heads else {}
     torch.cuda.synchronize()
@@ -178,14 +221,15 @@ def measure(case, options, rivals):
     """Check and time a case: its row. Raises ArithmeticError where our answer is outside the bound."""
     import cupy
 
-    caches = Caches(case)
+    caches = Caches(case, options.scales)
     keywords = {"engine": case.engine, "splits": options.splits, "batch_invariant": options.batch_invariant}
     keywords |= caches.tables
-    out = cuflash.decode(caches.q, *caches.pairs[0], **keywords)
+    first = [caches.q, *(cache for cache, _ in caches.pairs[0])], caches.scales_of(caches.pairs[0])
+    out = cuflash.decode(*first[0], **keywords, **first[1])
     error = error_over_bound(case, caches, out)
     if not error <= 1:
         raise ArithmeticError(f"error over bound is {error}")
-    plan = cuflash.explain("decode", caches.q, *caches.pairs[0], **keywords)
+    plan = cuflash.explain("decode", *first[0], **keywords, **first[1])
     calls = {"ours": captured(caches, keywords)}
     for name, contender in rivals.items():
         try:
@@ -199,8 +243,9 @@ def measure(case, options, rivals):
                 raise contenders.Unfit(f"its answer is {far:.3g} from ours")
         except Exception as error_theirs:
             contenders.left_out(name, error_theirs)
-    if options.append:  # last, since it writes to the caches
-        appended = cuflash.decode(caches.q, *caches.pairs[0], **keywords | caches.append)
+    append = options.append and case.kv_format is None
+    if append:  # last, since it writes to the caches
+        appended = cuflash.decode(*first[0], **keywords | caches.append)
         error = float(np.max([error, error_over_bound(case, caches, appended, append=True)]))  # NaN wins
         if not error <= 1:
             raise ArithmeticError(f"error over bound is {error} where it appends")
@@ -211,20 +256,21 @@ def measure(case, options, rivals):
     count = caches.calls
     rounds = {name: [ms / count for ms in each] for name, each in rounds.items()}
     figures = timing.figures(rounds, rivals, options.rival)
-    own = timing.figures(rounds, ["append"] * options.append, None)
+    own = timing.figures(rounds, ["append"] * append, None)
     figures |= {what: own[what] | figures[what] for what in ("contenders", "ratios")}
-    del calls, caches
+    del calls, caches, first
     cupy.get_default_memory_pool().free_all_blocks()
     return record.case_row(
         case,
         **figures,
         variant=plan.variant.name,
-        gbps=cache_bytes(case) / figures["ms"] / 1e6,
+        gbps=cache_bytes(case, options.scales) / figures["ms"] / 1e6,
         tflops=case.flops / figures["ms"] / 1e9,
         error_over_bound=error,
         calls=count,
         most_splits=plan.steps[-1].args["splits"],
         batch_invariant=options.batch_invariant,
+        scales=options.scales if case.kv_format else None,
     )
 
 

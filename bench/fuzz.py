@@ -28,7 +28,7 @@ import record
 
 import cuflash
 from cuflash import _masks, _plan, testing
-from cuflash._dtypes import ELEMENTS
+from cuflash._dtypes import ELEMENTS, FORMATS, KINDS
 
 LEAST = 50  # examples of each variant
 CHUNK = 16  # examples of a task
@@ -152,7 +152,7 @@ def _near(rng, tile, most):
 def _dims(rng, variant):
     """head_dim and value_dim that are padded to the variant's, each at times the largest or a multiple of 8."""
     sizes = (variant.head_dim, variant.value_dim)
-    padded = _plan.decode_dims if variant.kernel == "decode" else _plan._padded
+    padded = {"decode": _plan.decode_dims, "decode_8bit": _plan.decode_8bit_dims}.get(variant.kernel, _plan._padded)
     if variant.hopper:
         padded = _plan.hopper_backward_dims if variant.backward else _plan.hopper_dims
     while True:
@@ -212,8 +212,11 @@ def draw_cache(variant, seed):
     """The problem of decode of a variant and a seed, from the choices that the tests draw from."""
     rng = np.random.default_rng([zlib.crc32(variant.name.encode()), seed])
     longest = int(rng.choice([130, 600, 3000], p=[0.5, 0.4, 0.1]))
+    kinds = {"dtypes": [variant.element], "formats": [None]}
+    if variant.element in FORMATS:
+        kinds = {"dtypes": ["float16", "bfloat16"], "formats": [variant.element]}
     recipe = testing.cache_recipe(
-        lambda among: among[int(rng.integers(len(among)))], dtypes=[variant.element], max_length=longest
+        lambda among: among[int(rng.integers(len(among)))], max_length=longest, **kinds
     )
     head_dim, value_dim = _dims(rng, variant)
     if variant.tile_q > 16 and recipe.queries * recipe.heads // recipe.key_heads <= 16:
@@ -237,8 +240,8 @@ def decode_one(variant, seed, engine):
     keywords |= tables | {"engine": engine, "return_lse": True}
     results, again = (cuflash.decode(*arrays, **keywords) for _ in range(2))
     results, again = ([contenders.to_host(x) for x in each] for each in (results, again))
-    path = gpu.path_of(variant.element, engine)
-    wanted = cuflash.bounds.decode(*values, path=path, **recipe.meant(values))
+    path = gpu.path_of(recipe.dtype, engine)
+    wanted = cuflash.bounds.decode(*values[:3], path=path, **recipe.meant(values))
     found = [0.0]
     for b, judged in enumerate(rows):
         for actual, exact, bound in (
@@ -259,13 +262,14 @@ def decode_one(variant, seed, engine):
         "gqa": recipe.heads != recipe.key_heads,
         "value_dim_differs": recipe.head_dim != recipe.value_dim,
         "hidden_infinity": garbage is not None,
+        "scales_of_slots": "slot" in (recipe.k_scale, recipe.v_scale),
     }
     return steps[-1].variant.name if steps else None, float(np.max(found)), notable
 
 
 def try_one(variant, seed, engine):
     """Run an example: the variant it ran as, its worst error over bound, and what is notable about it."""
-    if variant.kernel == "decode":
+    if variant.function == "decode":
         return decode_one(variant, seed, engine)
     example, rng = draw(variant, seed)
     clean = [operand.copy() for operand in example.operands()]
@@ -420,7 +424,7 @@ def main(argv=None):
     parser.add_argument("--seconds", type=float, default=420)
     parser.add_argument("--what", default="forward", choices=("forward", "backward", "decode"))
     parser.add_argument("--engine", default="portable")
-    parser.add_argument("--dtype", default=",".join(ELEMENTS))
+    parser.add_argument("--dtype", default=",".join(KINDS))
     parser.add_argument("--workers", type=int, default=min(os.cpu_count(), 16))
     parser.add_argument("--json", metavar="FILE", help="record to merge the rows into")
     parser.add_argument("--replay", nargs=2, metavar=("VARIANT", "SEED"))
@@ -431,12 +435,12 @@ def main(argv=None):
     mains = {
         "forward": ("forward", "forward_f32", "forward_fma", "forward_sm90"),
         "backward": ("backward", "backward_sm90"),
-        "decode": ("decode",),
+        "decode": ("decode", "decode_8bit"),
     }
     variants = [variant for variant in variants if variant.kernel in mains[options.what]]
     if options.replay:
         (variant,) = (variant for variant in variants if variant.name == options.replay[0])
-        if variant.kernel == "decode":
+        if variant.function == "decode":
             print(draw_cache(variant, int(options.replay[1]))[0])
         else:
             example, _ = draw(variant, int(options.replay[1]))

@@ -30,9 +30,9 @@ DEFAULTS = {
     "forward": {"scale": None, "causal": False, "window": None, "return_lse": False, "out": None, "engine": None},
     "backward": {"scale": None, "causal": False, "window": None, "dlse": None, "grads": None, "engine": None},
     "decode": {
-        "lengths": None, "page_table": None, "k_new": None, "v_new": None, "rotary": None, "rotary_interleaved": False,
-        "overflow": None, "scale": None, "causal": True, "window": None, "splits": None, "batch_invariant": False,
-        "return_lse": False, "out": None, "engine": None,
+        "lengths": None, "page_table": None, "k_scale": None, "v_scale": None, "kv_format": None, "k_new": None,
+        "v_new": None, "rotary": None, "rotary_interleaved": False, "overflow": None, "scale": None, "causal": True,
+        "window": None, "splits": None, "batch_invariant": False, "return_lse": False, "out": None, "engine": None,
     },
 }  # fmt: skip
 

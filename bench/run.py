@@ -57,6 +57,8 @@ def parse(argv=None):
     parser.add_argument("--decode-dim", type=int, default=128, help="of decode: head_dim")
     parser.add_argument("--queries", type=int, default=1, help="of decode: rows a sequence")
     parser.add_argument("--page-size", default="0,16", help="of decode, by commas; 0 for caches in one piece")
+    parser.add_argument("--kv-format", default="none", help="of decode, by commas: none (of q's dtype), int8, e4m3")
+    parser.add_argument("--scales", default="head", choices=("head", "slot"), help="of 8-bit caches")
     parser.add_argument("--splits", type=int, help="of decode; default: the plan's")
     parser.add_argument("--batch-invariant", action="store_true", help="of decode")
     parser.add_argument("--append", action="store_true", help="of decode: time calls that append and rotate beside")
@@ -67,7 +69,7 @@ def parse(argv=None):
     parser.add_argument("--json", metavar="FILE", help="record to merge the rows into")
     parser.add_argument("--csv", metavar="FILE", help="table to write")
     options = parser.parse_args(argv)
-    for name in ("dtype", "mask", "contenders"):
+    for name in ("dtype", "mask", "contenders", "kv_format"):
         setattr(options, name, [part for part in getattr(options, name).split(",") if part])
     options.cells = [tuple(map(int, part.split("x"))) for part in options.cells.split(",")]
     for name in ("head_dim", "length", "key_heads", "page_size"):

@@ -24,7 +24,7 @@ import record
 
 import cuflash
 from cuflash import _plan
-from cuflash._dtypes import ELEMENTS
+from cuflash._dtypes import ELEMENTS, FORMATS
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 AROUND = ("append", "backward_rows", "backward_dq_sm90", "backward_finish")  # run with the kernels that they surround
@@ -68,11 +68,14 @@ def run_once(function, arrays, keywords):
     host, arrays = arrays, [gpu.to_device(x) for x in arrays]
     if function == "decode":
         names = []
-        for more in ({"lengths": np.array([host[1].shape[2], 7], np.int32)}, appended(*host)):
+        layouts = keywords
+        keywords = {name: gpu.to_device(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()}
+        steps = ({"lengths": np.array([host[1].shape[2], 7], np.int32)}, appended(*host))
+        for more in steps[: 1 if "kv_format" in keywords else 2]:  # nothing is appended to 8 bits
             rotary = {name: tuple(map(gpu.to_device, x)) for name, x in more.items() if name == "rotary"}
             given = {name: gpu.to_device(x) for name, x in more.items() if name != "rotary"}
             cuflash.decode(*arrays, **given, **rotary, **keywords)
-            names += [step.variant.name for step in gpu.steps_of("decode", *host, **more, **keywords)]
+            names += [step.variant.name for step in gpu.steps_of("decode", *host, **more, **layouts)]
         return names
     out, lse = cuflash.forward(*arrays, return_lse=True, **keywords)
     steps = gpu.steps_of("forward", *host, **keywords)
@@ -88,11 +91,16 @@ def problems_of(variant):
     """Two small problems that run a variant, the second with rows that see no key: (shapes of q, k, v, keywords)."""
     fewest = gpu.fewest_keys(variant)  # where these are many, every row sees one
     long, short = 3 * variant.tile_k + 9, variant.tile_k // 2 + 1
-    if variant.kernel == "decode":  # several splits and one, rows of several tiles that see unlike keys, and few
+    if variant.function == "decode":  # several splits and one, rows of several tiles that see unlike keys, and few
         few, many = (2, 5) if variant.tile_q == 16 else (9, 30)
         for exact, queries, keys, splits in ((True, few, 40 * variant.tile_k, 5), (False, many, long, 2)):
             head_dim, value_dim = dims_of(variant, exact)
-            yield (2, 4, queries, head_dim), (2, 2, keys, head_dim), (2, 2, keys, value_dim), {"splits": splits}
+            keywords = {"splits": splits}
+            if variant.element in FORMATS:
+                slots = np.full((2, 2, keys), 2.0**-6, np.float32)
+                scales = {"k_scale": slots, "v_scale": slots if exact else slots[0, :, 0]}
+                keywords |= {"kv_format": variant.element, **scales}
+            yield (2, 4, queries, head_dim), (2, 2, keys, head_dim), (2, 2, keys, value_dim), keywords
         return
     for exact, heads, queries, keys in ((True, 2, variant.tile_q + 5, fewest + long), (False, 4, long, fewest + short)):
         head_dim, value_dim = dims_of(variant, exact)
@@ -100,6 +108,20 @@ def problems_of(variant):
         if variant.backward and exact:  # whose kernels serve every mask
             keywords = {}
         yield (1, heads, queries, head_dim), (1, 2, keys, head_dim), (1, 2, keys, value_dim), keywords
+
+
+def operands(variant, shapes, rng):
+    """q, k and v on the host, with a value that most rows do not see, for the careful path."""
+    if variant.element not in FORMATS:
+        arrays = [rng.standard_normal(shape).astype(ELEMENTS[variant.element].dtype) for shape in shapes]
+        arrays[2][..., -1, :] = np.inf
+        return arrays
+    held = FORMATS[variant.element].dtype
+    q = rng.standard_normal(shapes[0]).astype(np.float16)
+    k, v = (rng.integers(0, 100, shape).astype(held) for shape in shapes[1:])
+    if variant.element == "e4m3":
+        v[..., -1, :] = 0x7F  # NaN
+    return [q, k, v]
 
 
 def sweep(kernel, seconds):
@@ -115,8 +137,7 @@ def sweep(kernel, seconds):
         if time.monotonic() - begin > seconds:
             break
         for *shapes, keywords in problems_of(variant):
-            host = [rng.standard_normal(shape).astype(ELEMENTS[variant.element].dtype) for shape in shapes]
-            host[2][..., -1, :] = np.inf  # a value most rows do not see: the careful path
+            host = operands(variant, shapes, rng)
             keywords["engine"] = variant.engine
             ran = run_once(variant.function, host, keywords)
             cupy.cuda.get_current_stream().synchronize()

@@ -1,14 +1,14 @@
 """Exact attention for CuPy and NumPy arrays, its kernels compiled on first use."""
 
 from . import bounds, reference
-from ._api import backward, decode, explain, forward, merge, vjp
+from ._api import backward, decode, explain, forward, merge, quantize, vjp
 from ._cache import PagedCache
 from ._compile import CompileError
 
 __version__ = "0.1.0"
 __all__ = [
-    "CompileError", "PagedCache", "backward", "bounds", "decode", "explain", "forward", "merge", "reference", "testing",
-    "vjp",
+    "CompileError", "PagedCache", "backward", "bounds", "decode", "explain", "forward", "merge", "quantize",
+    "reference", "testing", "vjp",
 ]  # fmt: skip
 
 

@@ -181,9 +181,9 @@ def vjp(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, eng
 
 
 def decode(
-    q, k_cache, v_cache, *, lengths=None, page_table=None, k_new=None, v_new=None, rotary=None,
-    rotary_interleaved=False, overflow=None, scale=None, causal=True, window=None, splits=None, batch_invariant=False,
-    return_lse=False, out=None, engine=None,
+    q, k_cache, v_cache, *, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None, k_new=None,
+    v_new=None, rotary=None, rotary_interleaved=False, overflow=None, scale=None, causal=True, window=None, splits=None,
+    batch_invariant=False, return_lse=False, out=None, engine=None,
 ):  # fmt: skip
     """Attention of each sequence's newest rows against its cache, to which it may append their keys and values first.
 
@@ -206,10 +206,19 @@ def decode(
         Page n of a sequence holds its keys from ``n * page_size``. Entries past a length are not looked at. On a GPU a
         page that does not exist is not read: rows that see one of its keys are NaN, and others of their sequence may
         be.
+    k_scale : array of float32, shape (key_heads,) or that of k_cache without its last axis, optional
+        Of 8-bit caches: what keys are multiplied with, one factor a key head or one a slot; any strides. Default: 1.
+    v_scale : array of float32, likewise, optional
+        The same of values.
+    kv_format : {None, "int8", "e4m3"}, optional
+        How caches of 8-bit elements are read: int8 arrays as the numbers they hold (None will do), uint8 arrays as
+        FP8 E4M3 with bias 7, which has no infinities, NaN where all other bits than the sign are 1. q is float16 or
+        bfloat16 then. `quantize` makes such arrays and their scales.
     k_new : array, shape (sequences, key_heads, queries, head_dim), optional
         Keys of the rows of q, of its dtype. They are written to ``k_cache`` at the positions ``lengths[b]`` to
         ``lengths[b] + queries - 1`` of each sequence, which has so many keys more in this call; nothing else changes,
         nor does ``lengths``, which is required then. The caches may share no element with another array of the call.
+        Not with caches of 8 bits.
     v_new : array, shape (sequences, key_heads, queries, value_dim), optional
         Their values, likewise; with ``k_new`` or not at all.
     rotary : (cos, sin), optional
@@ -283,8 +292,8 @@ def decode(
     (array([0, 1], dtype=int32), array([False,  True]))
     """
     return _launch.decode(
-        q, k_cache, v_cache, lengths, page_table, k_new, v_new, rotary, rotary_interleaved, overflow, scale, causal,
-        window, splits, batch_invariant, return_lse, out, engine,
+        q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved,
+        overflow, scale, causal, window, splits, batch_invariant, return_lse, out, engine,
     )  # fmt: skip
 
 
@@ -319,6 +328,42 @@ def merge(outs, lses):
     array([[0.5, 0.5]])
     """
     return _launch.merge(outs, lses)
+
+
+def quantize(x, kv_format, *, axis=-1):
+    """Round keys or values to 8 bits, for the caches of `decode`.
+
+    Parameters
+    ----------
+    x : array of float16, bfloat16, float32 or float64
+        Keys or values, of any shape.
+    kv_format : {"int8", "e4m3"}
+        As in `decode`.
+    axis : int or tuple of int, default -1
+        The axes along which elements share a scale. For an ``x`` of shape (sequences, key_heads, keys, head_dim), -1
+        gives a scale a slot and (0, 2, 3) one a head.
+
+    Returns
+    -------
+    elements : array of int8, for "e4m3" uint8
+        Of x's shape, the nearest to ``x / scale``.
+    scales : array of float32
+        Of x's shape without ``axis``: the largest size of what shares it over the format's largest number, 127 or 448;
+        1 where that is 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For dtypes that are not supported, what is not an array, and other formats.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> elements, scales = cuflash.quantize(np.array([[0.5, -1.0, 0.25]]), "int8")
+    >>> elements, scales
+    (array([[  64, -127,   32]], dtype=int8), array([0.00787402], dtype=float32))
+    """
+    return _launch.quantize(x, kv_format, axis)
 
 
 def explain(function, *arrays, **keywords):

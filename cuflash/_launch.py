@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 
 from . import _compile, _numpy, _plan, _problem
-from ._dtypes import ELEMENTS
+from ._dtypes import E4M3, ELEMENTS, KINDS
 from ._layout import Integers
 from ._tensor_map import tensor_map
 from ._variant import APPEND_POINTERS, DECODE_POINTERS
@@ -121,9 +121,9 @@ def explain(function, arrays, keywords):
         "forward": {"causal": False, "return_lse": False, "out": None},
         "backward": {"causal": False, "dlse": None, "grads": None},
         "decode": {
-            "causal": True, "return_lse": False, "out": None, "lengths": None, "page_table": None, "k_new": None,
-            "v_new": None, "rotary": None, "rotary_interleaved": False, "overflow": None, "splits": None,
-            "batch_invariant": False,
+            "causal": True, "return_lse": False, "out": None, "lengths": None, "page_table": None, "k_scale": None,
+            "v_scale": None, "kv_format": None, "k_new": None, "v_new": None, "rotary": None,
+            "rotary_interleaved": False, "overflow": None, "splits": None, "batch_invariant": False,
         },
     }[function] | {"scale": None, "window": None, "engine": None}  # fmt: skip
     wanted = names[function].split()
@@ -356,7 +356,7 @@ class _Gpu:
             return self._run(*arrays)
 
     def _rows(self, copy):
-        dtype = ELEMENTS[copy.dtype].dtype
+        dtype = KINDS[copy.dtype].dtype
         return self.empty((*copy.shape[:-1], copy.pitch // dtype.itemsize), dtype)
 
     def _copied(self, copy, view):
@@ -473,8 +473,9 @@ class _NumpyDecode:
         problem = self.problem
         out = self.out(np.empty) if out is None else out
         lse = np.empty(problem.lse_shape, ELEMENTS[problem.dtype].lse) if problem.return_lse else None
+        scales = [given.pop(name) for name in ("k_scale", "v_scale")]
         q, lengths = _numpy.append(problem, **given)
-        _numpy.decode(problem, q, given["k"], given["v"], lengths, given["page_table"], out, lse)
+        _numpy.decode(problem, q, given["k"], given["v"], lengths, given["page_table"], *scales, out, lse)
         return (out, lse) if problem.return_lse else out
 
 
@@ -489,7 +490,8 @@ class _GpuAppend(_Gpu):
         """Launch on arrays by name; what it has made."""
         made = {name: allocation(self.empty) for name, allocation in self.made.items()}
         held = held | made
-        self._launch([0 if (x := held.get(name)) is None else x.data.ptr for name in self.names])
+        # An array without elements, such as angles of no pairs, has no address, but is there all the same.
+        self._launch([0 if (x := held.get(name)) is None else x.data.ptr or 1 for name in self.names])
         return made
 
 
@@ -546,19 +548,20 @@ class _GpuDecode(_Gpu):
 
 
 def decode(
-    q, k_cache, v_cache, lengths, page_table, k_new, v_new, rotary, rotary_interleaved, overflow, scale, causal, window,
-    splits, batch_invariant, return_lse, out, engine,
+    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved,
+    overflow, scale, causal, window, splits, batch_invariant, return_lse, out, engine,
 ):  # fmt: skip
     """Run ``decode``: by a prepared call where one of its kind has been made before."""
     cos, sin = _problem.rotary_pair(rotary) or (None, None)
     given = {
-        "q": q, "k": k_cache, "v": v_cache, "lengths": lengths, "page_table": page_table, "k_new": k_new,
-        "v_new": v_new, "cos": cos, "sin": sin, "overflow": overflow,
+        "q": q, "k": k_cache, "v": v_cache, "lengths": lengths, "page_table": page_table, "k_scale": k_scale,
+        "v_scale": v_scale, "k_new": k_new, "v_new": v_new, "cos": cos, "sin": sin, "overflow": overflow,
     }  # fmt: skip
     arrays = [x for x in (*given.values(), out) if x is not None]
     kind = (
-        "decode", lengths is None, page_table is None, k_new is None, cos is None, overflow is None, out is None,
-        bool(rotary_interleaved), return_lse, splits, type(splits), bool(batch_invariant),
+        "decode", *(given[name] is None for name in ("lengths", "page_table", "k_scale", "v_scale", "k_new", "cos")),
+        overflow is None, out is None, kv_format, bool(rotary_interleaved), return_lse, splits, type(splits),
+        bool(batch_invariant),
     )  # fmt: skip
     key, call = _prepared(arrays, kind, scale, causal, window, engine)
     if call is not None:
@@ -574,9 +577,9 @@ def decode(
     named = {{"k": "k_cache", "v": "v_cache"}.get(name, name): x for name, x in given.items()}
     cos, sin = named.pop("cos"), named.pop("sin")
     problem = _problem.decode(
-        **named, rotary=None if rotary is None else (cos, sin), rotary_interleaved=rotary_interleaved, scale=scale,
-        causal=causal, window=window, splits=splits, batch_invariant=batch_invariant, return_lse=return_lse, out=out,
-        engine=engine,
+        **named, rotary=None if rotary is None else (cos, sin), rotary_interleaved=rotary_interleaved,
+        kv_format=kv_format, scale=scale, causal=causal, window=window, splits=splits,
+        batch_invariant=batch_invariant, return_lse=return_lse, out=out, engine=engine,
     )  # fmt: skip
     plan = make_plan(problem)
     call = (_NumpyDecode if plan.engine == "numpy" else _GpuDecode)(problem, plan)
@@ -608,3 +611,29 @@ def merge(outs, lses):
         for out, lse, weight in zip(outs, lses, weights, strict=True):
             joined += xp.where(lse[..., None] == -xp.inf, 0, (weight * inverse)[..., None] * out.astype(top.dtype))
         return joined.astype(outs[0].dtype), xp.log(total) + shift
+
+
+def quantize(x, kv_format, axis):
+    """Run ``quantize``, in float32: elementwise work too."""
+    x = _problem.quantize(x, kv_format, axis)
+    xp, place = np, nullcontext()
+    if _problem.library(x) == "cupy":
+        import cupy as xp
+
+        place = xp.cuda.Device(x.data.device_id)
+    with place, np.errstate(all="ignore"):
+        largest = 127.0 if kv_format == "int8" else float(E4M3[-1])
+        x = x.astype(np.float32)
+        sizes = abs(x)
+        most = sizes.max if x.size else sizes.sum  # a maximum of nothing is an error
+        scales = most(axis=axis, keepdims=True) * np.float32(1 / largest)
+        scales = xp.where(scales == 0, np.float32(1), scales)
+        x = x / scales
+        if kv_format == "int8":
+            elements = xp.clip(xp.rint(x), -127, 127).astype(np.int8)
+        else:  # CuPy has no such dtype: a code is the number of midpoints below
+            midpoints = xp.asarray((E4M3[1:] + E4M3[:-1]) / 2)
+            codes = xp.searchsorted(midpoints, abs(x)).astype(np.uint8)
+            codes = xp.where(xp.isnan(x), np.uint8(0x7F), codes)
+            elements = codes | xp.signbit(x).astype(np.uint8) << np.uint8(7)
+        return elements, scales.squeeze(axis)

@@ -5,7 +5,7 @@ Nothing here imports CuPy or touches an array.
 
 from dataclasses import dataclass
 
-from ._dtypes import ELEMENTS
+from ._dtypes import KINDS
 from ._problem import LARGEST_AXIS, Operand
 
 
@@ -60,7 +60,7 @@ class Use:
     @property
     def itemsize(self):
         """Bytes of an element."""
-        return ELEMENTS[self.dtype].itemsize
+        return KINDS[self.dtype].itemsize
 
     @property
     def in_place(self):

@@ -37,6 +37,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from . import _masks
@@ -108,18 +109,28 @@ def _rotate(x, cos, sin, interleaved, work):
     return turned
 
 
-def decode(problem, q, k_cache, v_cache, lengths, page_table, out, lse):
+def decode(problem, q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, out, lse):
     """Write ``out`` and, unless it is None, ``lse``; of sequence b the caches hold ``lengths[b]`` keys.
 
     Rows of a sequence whose length is negative are NaN.
     """
 
+    def reader(cache, b, head):
+        return _dense(cache[b, head]) if page_table is None else _paged(cache[:, head], page_table[b])
+
+    def rows(cache, scales, b, head):
+        read = reader(cache, b, head)
+        if problem.kv_format is None:
+            return read
+        if scales is None or scales.ndim == 1:
+            factor = np.float32(1) if scales is None else scales[head]
+            return lambda low, high: _dequantised(read(low, high), problem.kv_format) * factor
+        factors = reader(scales[..., None], b, head)
+        return lambda low, high: _dequantised(read(low, high), problem.kv_format) * factors(low, high)
+
     def run(task):
         b, head, tiles = task
-        if page_table is None:
-            keys, values = _dense(k_cache[b, head]), _dense(v_cache[b, head])
-        else:
-            keys, values = (_paged(cache[:, head], page_table[b]) for cache in (k_cache, v_cache))
+        keys, values = rows(k_cache, k_scale, b, head), rows(v_cache, v_scale, b, head)
         _forward_task(problem, tiles, q[b], keys, values, out[b], None if lse is None else lse[b], head)
 
     tasks = []
@@ -260,6 +271,11 @@ def _paged(cache, pages):
         return found[low - start * size : high - start * size]
 
     return read
+
+
+def _dequantised(x, kv_format):
+    """Elements of an 8-bit cache as float32."""
+    return (x.view(ml_dtypes.float8_e4m3fn) if kv_format == "e4m3" else x).astype(np.float32)
 
 
 def _span(first, end):

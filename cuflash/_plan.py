@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import _layout
-from ._dtypes import ELEMENTS
+from ._dtypes import ELEMENTS, FORMATS
 from ._layout import Use, contiguous
 from ._problem import LONGEST, Operand
 from ._variant import Variant
@@ -190,6 +190,7 @@ def variants(limits):
             }  # fmt: skip
             found |= {hopper_backward_variant(dtype, dim): None for dim in HOPPER_BACKWARD_TILES}
             found |= {hopper_dq_variant(dtype, dim): None for dim in HOPPER_DQ_TILES}
+    found |= {decode_8bit_variant(kind, dim, limits): None for kind in FORMATS for dim in DECODE_8BIT_TILES}
     return tuple(found)
 
 
@@ -260,6 +261,42 @@ def decode_variant(dtype, dim, limits, rows=1):
     else:
         return decode_variant(dtype, dim, limits)
     return Variant("decode", dtype, "window", dim, dim, tile_q, tile_k, warps, DECODE_BLOCKS, stages, shared)
+
+
+# Tiles of decode from 8-bit caches, likewise. Three sizes, for what is padded is not read, one tile of rows, and q's
+# dtype at run time: six variants. A tile has twice the keys, half as long, so that as many bytes are on their way.
+DECODE_8BIT_TILES = {
+    64: ((64, 4, 3), (64, 4, 2)),
+    128: ((32, 4, 3), (32, 4, 2)),
+    256: ((32, 2, 3), (32, 2, 2)),
+}
+
+
+def decode_8bit_dims(head_dim, value_dim):
+    """The same of decode from 8-bit caches."""
+    dim = next(dim for dim in DECODE_8BIT_TILES if max(head_dim, value_dim) <= dim)
+    return dim, dim
+
+
+def decode_8bit_variant(kv_format, dim, limits):
+    """The kernel of decode from 8-bit caches for a padded head dim, of v too; for q and out of either 16-bit dtype."""
+    tile_q = 16
+    for tile_k, warps, stages in DECODE_8BIT_TILES[dim]:
+        ring = stages * tile_k * (2 * dim + 8)  # keys, values, and a scale each
+        shared = 2 * tile_q * dim + warps * (ring + 8 * tile_q) + 16 + 4 * tile_q
+        if shared <= limits.shared_bytes:
+            break
+    return Variant(
+        "decode_8bit", kv_format, "window", dim, dim, tile_q, tile_k, warps, DECODE_BLOCKS, stages, shared,
+        converts=int(kv_format == "e4m3" and limits.capability >= (8, 9)),
+    )  # fmt: skip
+
+
+def decode_variant_of(kind, head_dim, value_dim, limits, rows=1):
+    """The kernel of decode for caches of a dtype or format, head dims as given and so many packed rows."""
+    if kind in FORMATS:
+        return decode_8bit_variant(kind, decode_8bit_dims(head_dim, value_dim)[0], limits)
+    return decode_variant(kind, decode_dims(head_dim, value_dim)[0], limits, rows)
 
 
 def append_variant(dtype):
@@ -521,6 +558,7 @@ def _filled(rows, tile):
 # Decode ---------------------------------------------------------------------------------------------------------
 
 INVARIANT_KEYS = 1024  # of a split whose ends are to be the same in every batch
+SHORT_KEYS = 512  # of a split that is for a second block beside the first
 FEWEST_BESIDE_OTHERS = 1024  # keys of a split, where there are blocks enough without
 # Keys of a split where caches are full, so that one long sequence among short ones does not take long: with 4096, 1.03
 # of the time where all are long.
@@ -531,8 +569,8 @@ MOST_WAVES = 16  # so long as the blocks are no more, for those of short sequenc
 def _portable_decode(problem, limits, reason):
     """One launch, or several where blocks are too many, after those of `_append`; see ``kernels/decode.cu``."""
     rows, element = problem.queries * problem.group, ELEMENTS[problem.dtype]
-    dim, _ = decode_dims(problem.head_dim, problem.value_dim)
-    variant = decode_variant(problem.dtype, dim, limits, rows)
+    kind = problem.kv_format or problem.dtype  # of the caches
+    variant = decode_variant_of(kind, problem.head_dim, problem.value_dim, limits, rows)
     scale, factor = _positive(problem.scale, element)
     (sequences,), order = problem.batch, problem.q.order
     out_shape = (sequences, problem.heads, problem.queries, problem.value_dim)
@@ -556,7 +594,7 @@ def _portable_decode(problem, limits, reason):
     }
     operands, copies, _, where = _layout.lay_out(problem.batch, uses)
     pages = problem.k.shape[:1]
-    caches = {"k": Use(problem.k, problem.dtype, 16), "v": Use(problem.v, problem.dtype, 16)}
+    caches = {"k": Use(problem.k, kind, 16), "v": Use(problem.v, kind, 16)}
     _, more, _, there = _layout.lay_out(pages, caches)
     where, copies = where | there, copies | more
     paging, tables = _paging(problem)
@@ -581,8 +619,14 @@ def _portable_decode(problem, limits, reason):
         "right": right,
         "top_left": int(problem.causal == "top-left"),
         "out_vectors": int(_layout.in_chunks(operands["out"], element.itemsize)),
+        "bfloat16": int(problem.dtype == "bfloat16"),
         "scale_log2": scale * LOG2_E,
     }
+    for name, scales in (("k", problem.k_scale), ("v", problem.v_scale)):
+        if scales is not None:
+            slots = len(scales.shape) == 3
+            page, head, slot = scales.strides if slots else (0, *scales.strides, 0)
+            args |= {f"{name}_slots": int(slots), f"{name}_scale_strides": (0, page, head, slot)}
     steps = ()
     if before:
         steps, made = _append(problem, operands["q"], paging)
@@ -713,10 +757,19 @@ def _splits(problem, variant, limits, items):
     items = max(items, 1)
     # A block a multiprocessor reads as fast as two, and parts are half as many to add. On an H200, with 8 items: 1 x 8k
     # 16.2 us with 16 splits, 18.6 with 33; 1 x 64k 67.6, 71.0 and, with 66, 82.3. With 64: 67.1 with 2, 67.9 with 4.
-    filling = -(-95 * limits.processors // (100 * items))
+    filling = _filling(1, limits, items)
+    if problem.page_table is not None or problem.kv_format is not None:
+        # Where pages are looked up or bytes converted it does not: pages of 16, with 32 items, 1 x 64k 264 us with 4
+        # splits, 247 with 8. Short splits are no gain: 1 x 8k, with 8, 16.7 us with 16, 18.1 with 33.
+        filling = max(filling, min(_filling(2, limits, items), most * tile // SHORT_KEYS))
     balancing = min(-(-most * tile // MOST_KEYS), MOST_WAVES * limits.processors * variant.blocks_per_sm // items)
     fewest = tile * variant.warps if filling > 1 else FEWEST_BESIDE_OTHERS  # at least a tile for each warp
     return max(min(max(filling, balancing), -(-most * tile // fewest)), 1), fewest // tile
+
+
+def _filling(blocks, limits, items):
+    """Splits with which so many blocks a multiprocessor, or a few less, have all items."""
+    return -(-95 * blocks * limits.processors // (100 * items))
 
 
 # Backward -------------------------------------------------------------------------------------------------------

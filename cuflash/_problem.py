@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from . import _masks
-from ._dtypes import ELEMENTS
+from ._dtypes import ELEMENTS, FORMATS
 
 ENGINES = ("numpy", "portable", "sm90")
 LONGEST = 10**9  # rows or keys of one head: a row index plus a mask's shift fits 32 bits
@@ -45,7 +45,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Table:
-    """An array of integers or angles that goes with a cache, and how it lies in memory."""
+    """An array of integers, scales or angles that goes with a cache, and how it lies in memory."""
 
     name: str
     shape: tuple
@@ -89,6 +89,9 @@ class Problem:
     # Of decode, whose k and v have pages, or sequences, along their first axis; keys is what a sequence has room for.
     lengths: Table | None = None
     page_table: Table | None = None
+    kv_format: str | None = None  # of 8-bit caches; None: they are of q's dtype
+    k_scale: Table | None = None
+    v_scale: Table | None = None
     k_new: Operand | None = None
     v_new: Operand | None = None
     cos: Table | None = None
@@ -122,8 +125,9 @@ class Problem:
         batch = "x".join(map(str, self.batch)) or "1"
         heads = f"{self.heads}" if self.group == 1 else f"{self.heads}/{self.key_heads}"
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        kinds = f" from {self.kv_format}" if self.kv_format else ""
         return (
-            f"{self.function} {self.dtype} {self.mask.name} batch {batch} heads {heads} "
+            f"{self.function} {self.dtype}{kinds} {self.mask.name} batch {batch} heads {heads} "
             f"queries {self.queries} keys {self.keys} head_dim {dims}"
         )
 
@@ -485,17 +489,22 @@ def backward(dout, q, k, v, out, lse, *, scale, causal, window, dlse, grads, eng
 
 
 def decode(
-    q, k_cache, v_cache, *, lengths, page_table, k_new, v_new, rotary, rotary_interleaved, overflow, scale, causal,
-    window, splits, batch_invariant, return_lse, out, engine,
+    q, k_cache, v_cache, *, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved,
+    overflow, scale, causal, window, splits, batch_invariant, return_lse, out, engine,
 ):  # fmt: skip
     """Validate a call of ``decode``."""
     names = ("q", "k_cache", "v_cache")
     inputs = dict(zip(names, (q, k_cache, v_cache), strict=True))
     tables = {name: x for name, x in (("lengths", lengths), ("page_table", page_table)) if x is not None}
+    scales = {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
     new = _pair("decode", {"k_new": k_new, "v_new": v_new})
     angles = dict(zip(ROTARY, rotary_pair(rotary), strict=False))
-    found, device = _common_library("decode", inputs | tables | new | angles)
-    dtype = _common_dtype("decode", inputs | new)
+    found, device = _common_library("decode", inputs | tables | scales | new | angles)
+    kv_format = _kv_format(k_cache, kv_format)
+    if kv_format and new:
+        raise ValueError(f"decode: k_new is given, k_cache has dtype {k_cache.dtype}; wanted caches of 16 bits or more")
+    dtype = _common_dtype("decode", {"q": q} if kv_format else inputs | new)
+    _check_formats(inputs, scales, kv_format)
     for name, array in inputs.items():
         if array.ndim != 4:
             raise ValueError(f"decode: {name} has shape {array.shape}; wanted 4 axes")
@@ -523,6 +532,7 @@ def decode(
         capacity = sizes["keys"] * page_table.shape[1]
         if capacity > LONGEST:
             raise ValueError(f"decode: page_table has room for {capacity} keys a sequence; wanted at most {LONGEST}")
+    _check_scales(scales, k_cache.shape)
     if lengths is not None and lengths.shape != (sequences,):
         raise ValueError(f"decode: lengths has shape {lengths.shape}; wanted ({sequences},)")
     if new and lengths is None:
@@ -563,13 +573,59 @@ def decode(
         rotary_interleaved=bool(rotary_interleaved),
         splits=_splits(splits),
         batch_invariant=bool(batch_invariant),
-        **{name: Table(name, x.shape, x.strides, x.dtype.name) for name, x in described.items()},
+        kv_format=kv_format,
+        **{name: Table(name, x.shape, x.strides, x.dtype.name) for name, x in (described | scales).items()},
     )
     if out is None:
         return problem
     _common_library("decode", {"q": q, "out": out})
-    _result("decode", "out", out, problem.out_shape, q.dtype, inputs | read | written)
+    _result("decode", "out", out, problem.out_shape, q.dtype, inputs | scales | read | written)
     return replace(problem, out=_operand(out, batch))
+
+
+def _kv_format(k_cache, kv_format):
+    """The format of 8-bit caches; None of those of q's dtype."""
+    if kv_format is not None and not (isinstance(kv_format, str) and kv_format in FORMATS):
+        raise ValueError(f"decode: kv_format is {kv_format!r}; wanted None, 'int8' or 'e4m3'")
+    held = k_cache.dtype
+    if kv_format is None and held == np.uint8:
+        raise TypeError("decode: k_cache has dtype uint8, kv_format is None; wanted 'e4m3'")
+    if kv_format is None and held == np.int8:
+        return "int8"
+    if kv_format is not None and held != FORMATS[kv_format].dtype:
+        wanted = FORMATS[kv_format].dtype
+        raise TypeError(f"decode: k_cache has dtype {held}, kv_format is {kv_format!r}; wanted {wanted}")
+    return kv_format
+
+
+def _check_formats(inputs, scales, kv_format):
+    """Dtypes of 8-bit caches, of q beside them, and of scales."""
+    if kv_format is None:
+        for name in scales:
+            held = inputs["k_cache"].dtype
+            raise ValueError(f"decode: {name} is given, k_cache has dtype {held}; wanted scales of 8-bit caches alone")
+        return
+    q, k_cache, v_cache = inputs.values()
+    if q.dtype.name not in ("float16", "bfloat16"):
+        raise TypeError(f"decode: q has dtype {q.dtype}; wanted float16 or bfloat16 beside 8-bit caches")
+    if v_cache.dtype != k_cache.dtype:
+        raise TypeError(
+            f"decode: v_cache has dtype {v_cache.dtype}, k_cache has {k_cache.dtype}; they must be equal"
+        )
+    for name, array in scales.items():
+        if array.dtype != np.float32 or not array.dtype.isnative:
+            raise TypeError(f"decode: {name} has dtype {array.dtype}; wanted float32")
+
+
+def _check_scales(scales, cache_shape):
+    """Shapes of scales: one a key head, or one a slot of the cache."""
+    *slots, _ = cache_shape
+    for name, array in scales.items():
+        if array.shape not in ((cache_shape[1],), tuple(slots)):
+            raise ValueError(
+                f"decode: {name} has shape {array.shape}; wanted ({cache_shape[1]},), one a key head, "
+                f"or {tuple(slots)}, one a slot"
+            )
 
 
 ROTARY = ("rotary cos", "rotary sin")  # what messages call the two arrays
@@ -634,6 +690,19 @@ def _check_tables(lengths, page_table, capacity, pages, page_size, appended):
         for column, page in enumerate(page_table[b, : -(-length // max(page_size, 1))].tolist()):
             if not 0 <= page < pages:
                 raise ValueError(f"decode: page_table[{b}, {column}] is {page}; wanted a page from 0 to {pages - 1}")
+
+
+def quantize(x, kv_format, axis):
+    """Validate a call of ``quantize``: the array, as one of NumPy's or CuPy's."""
+    if not (isinstance(kv_format, str) and kv_format in FORMATS):
+        raise ValueError(f"quantize: kv_format is {kv_format!r}; wanted 'int8' or 'e4m3'")
+    x = adopt("quantize", "x", x)
+    _common_dtype("quantize", {"x": x})
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    plain = all(isinstance(a, numbers.Integral) and -x.ndim <= a < x.ndim for a in axes)
+    if not plain or len({a % x.ndim for a in axes}) < len(axes):
+        raise ValueError(f"quantize: axis is {axis!r}; wanted one or more of x's axes, which are {x.ndim}")
+    return x
 
 
 def merge(outs, lses):

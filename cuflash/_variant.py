@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ._dtypes import ELEMENTS
+from ._dtypes import KINDS
 from ._masks import MASKS
 from ._wgmma import wgmma
 
@@ -20,7 +20,7 @@ _STEPS = np.dtype([(name, np.int64) for name in ("batch", "head", "row", "column
 _SCHEDULE = np.dtype([("tiles", np.int32), ("section", np.int32), ("heads", np.int64)])
 _TENSOR_MAP = np.dtype("V128")
 
-DECODE_POINTERS = "q k v out lse lengths page_table parts arrived"
+DECODE_POINTERS = "q k v out lse lengths page_table k_scale v_scale parts arrived"
 APPEND_POINTERS = "q k_new v_new k v rotated cos sin lengths page_table totals overflow"
 
 
@@ -75,12 +75,12 @@ def _backward_args(maps="", more=()):
 def _decode_args():
     sizes = (
         "queries capacity appended heads group head_dim value_dim key_heads tiles splits fewest first_sequence "
-        "pages page_size page_multiplier page_shift left right top_left out_vectors"
+        "pages page_size page_multiplier page_shift left right top_left out_vectors bfloat16 k_slots v_slots"
     )
     return _struct(
         [
             *((name, np.uint64) for name in DECODE_POINTERS.split()),
-            *((f"{name}_strides", _STRIDES) for name in "q k v out".split()),
+            *((f"{name}_strides", _STRIDES) for name in "q k v out k_scale v_scale".split()),
             *((name, np.int64) for name in "length_stride table_stride table_step".split()),
             *((name, np.uint32 if name == "page_multiplier" else np.int32) for name in sizes.split()),
             ("scale_log2", np.float32),
@@ -124,6 +124,7 @@ KERNELS = {
     ),
     "append": ("append.cu", _append_args()),
     "decode": ("decode.cu", _decode_args()),
+    "decode_8bit": ("decode_8bit.cu", _decode_args()),
     "backward_rows": ("backward_rows.cu", _backward_args()),
     "backward": ("backward.cu", _backward_args()),
     "backward_finish": ("backward_finish.cu", _backward_args()),
@@ -163,6 +164,7 @@ class Variant:
     early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
     ordered: int = 1  # backward: whether sums of dq take turns; 0 in tests of what that costs
     vector_adds: int = 0  # backward: whether the device adds four floats at once
+    converts: int = 0  # decode: whether the device converts E4M3
 
     @property
     def name(self):
@@ -173,7 +175,7 @@ class Variant:
         more += f"_e{self.early}" * (self.early > 0)
         mask = f"_{self.mask}" if self.forward else ""  # always the most general elsewhere
         more += "" if self.ordered else "_unordered"
-        return f"{self.kernel}_{ELEMENTS[self.element].short}{mask}_{dims}_{tiles}_s{self.stages}{more}"
+        return f"{self.kernel}_{KINDS[self.element].short}{mask}_{dims}_{tiles}_s{self.stages}{more}"
 
     @property
     def entry(self):
@@ -192,7 +194,7 @@ class Variant:
 
     def preamble(self):
         """The constants and types of this variant, and the checks of its struct of arguments."""
-        element, mask = ELEMENTS[self.element], MASKS[self.mask]
+        element, mask = KINDS[self.element], MASKS[self.mask]
         declared = "" if element.struct in ("float", "double") else f"struct {element.struct};\n"
         numbers = "".join(
             f"constexpr int {field.name.upper()} = {getattr(self, field.name)};\n"
@@ -217,7 +219,7 @@ class Variant:
         """Whether the kernel's text speaks of a field: compilers warn of constants that are not used."""
         if field.default is MISSING:
             return field.name not in _UNUSED.get(self.kernel, ())
-        owners = {"ordered": ("backward", "backward_sm90"), "vector_adds": ("backward",)}
+        owners = {"ordered": ("backward", "backward_sm90"), "vector_adds": ("backward",), "converts": ("decode_8bit",)}
         return self.kernel in owners.get(field.name, ("forward_sm90",))
 
     @property

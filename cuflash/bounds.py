@@ -40,6 +40,14 @@ of which Cauchy and Schwarz make matrix products: ``sum T |v - out| <= sqrt(sum 
 Where keys are shared among parts that are added at the end, as `decode` does, each addition is a rescale more, and its
 argument another lag at most beyond the distance.
 
+**8-bit caches.** On a GPU both products are in float16, which holds every element of int8 and E4M3. A row of bfloat16
+queries is brought to float16 by a power of two, so that an element errs by 2^-39 of the row's largest if it underflows;
+the factors of a head and a slot cost a rounding each, as if of every product. A scale g_j of value j multiplies the
+weight before it is rounded. Then the reference follows ``s_j + log G_j``, G_j being ``|g_j|`` kept within 2^-32 and
+2^32, and so do rises and rescales: in R_j and in the sum of their arguments ``max(s + log G) - s_j - log G_j`` is the
+distance, and the argument of the exponential is off by ``|log G_j|``. A weight that underflows errs by 2^-25 of the
+largest ``p G``, over ``|g_j|``; and so much larger than 1 as that is are the numbers that may be flushed.
+
 **Rotation.** What `decode` rotates, ``x c - y s``, takes a rounding of each product, one of their difference, and one
 of ``u_f`` to the format it is kept in, where it may underflow: it errs by ``gamma(2 u) (|x c| + |y s|)``, and then by
 u_f of itself, together e. A product of a rotated q and a key, rotated or not, moves by ``e_q |k| + |q| e_k + e_q e_k``,
@@ -78,9 +86,25 @@ from functools import partial
 
 import numpy as np
 
-from .reference import Heads, double, pair_columns, product, rotate, scores, sequences, softmax, visible, weighted
+from .reference import (
+    Heads,
+    dequantised,
+    double,
+    is_8bit,
+    pair_columns,
+    product,
+    rotate,
+    scores,
+    sequences,
+    slots,
+    softmax,
+    visible,
+    weighted,
+)
 
 LAG = 8 * math.log(2)  # of the kernels' softmax
+LARGEST_8BIT = 512  # more than any element
+LEAD = 2.0**-32, 2.0**32  # scales of values that the reference follows
 MOST = 600.0  # of an exponent's error: it is hopeless, but must not overflow
 
 
@@ -116,6 +140,8 @@ class Path:
         Roundoff, absolute error of underflow, and largest number of the output.
     tiny, largest : float
         Smallest normal and largest number of sums.
+    least_query : float
+        Absolute error of an element of q that underflows, relative to the row's largest.
     """
 
     u: float
@@ -135,6 +161,7 @@ class Path:
     largest: float
     merges: int = 0
     block: float = math.inf
+    least_query: float = 0.0
 
     def gamma(self, terms):
         """Relative error of a product's sum of so many terms."""
@@ -264,8 +291,11 @@ def forward(q, k, v, *, path, scale=None, causal=False, window=None, rows=None):
     return _forward(q, k, v, None, path=path_of(path), scale=scale, causal=causal, window=window, rows=rows)
 
 
-def _forward(q, k, v, errors, *, path, scale, causal, window, rows=None):
-    """`forward` of q and k that differ from their exact values by ``errors``, a pair of arrays or None."""
+def _forward(q, k, v, errors, *, path, scale, causal, window, rows=None, value_scales=None):
+    """`forward` of q and k that differ from their exact values by ``errors``, a pair of arrays or None.
+
+    ``value_scales`` (key_heads, keys) multiply the weights before these are rounded.
+    """
     heads = Heads(q, k, v)
     mask = visible(heads.queries, heads.keys, causal=causal, window=window, rows=rows)
     chosen = slice(None) if rows is None else rows
@@ -275,24 +305,29 @@ def _forward(q, k, v, errors, *, path, scale, causal, window, rows=None):
     factor = heads.scale(scale)
     for place, (q1, k1, v1) in heads:
         inherited = errors and [x[i] for x, i in zip(errors, heads.places(place), strict=False)]
-        row = _Rows(path, q1[chosen], k1, v1, mask, factor, inherited)
+        scales1 = None if value_scales is None else value_scales[heads.places(place)[1]]
+        row = _Rows(path, q1[chosen], k1, v1, mask, factor, inherited, scales1)
         out[place], lse[place] = row.out, row.lse
         out_bound[place], lse_bound[place] = row.out_bound(), row.lse_bound()
     return Bounded(*(heads.seen(x) for x in (out, lse, out_bound, lse_bound)))
 
 
+LARGEST_K_SCALE = 2.0**90  # beyond it, products of scaled queries may leave float32
+
+
 def decode(
-    q, k_cache, v_cache, *, path, lengths=None, page_table=None, k_new=None, v_new=None, rotary=None,
-    rotary_interleaved=False, scale=None, causal=True, window=None,
+    q, k_cache, v_cache, *, path, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None, k_new=None,
+    v_new=None, rotary=None, rotary_interleaved=False, scale=None, causal=True, window=None,
 ):  # fmt: skip
     """Exact out and lse of `cuflash.decode`, and the error it may make on a path.
 
     Parameters
     ----------
-    q, k_cache, v_cache, lengths, page_table, k_new, v_new, rotary, rotary_interleaved, scale, causal, window
+    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved
+    scale, causal, window
         As in `cuflash.reference.decode`.
     path : str or Path
-        As in `forward`. On a GPU keys are shared among warps and blocks.
+        As in `forward`, by q's dtype. On a GPU keys are shared among warps and blocks.
 
     Returns
     -------
@@ -301,19 +336,34 @@ def decode(
     path = path_of(path)
     if path.lag:
         path = replace(path, merges=2)
+    scaled = None
+    if is_8bit(k_cache):
+        path, given = _from_8bit(path), ((k_cache, k_scale), (v_cache, v_scale))
+        ones = (slots(np.ones(1) if x is None else x, cache.shape) for cache, x in given)
+        scaled = sequences(q, *ones, lengths, page_table)
+        k_cache, v_cache = (dequantised(cache, x, kv_format) for cache, x in given)
+    followed = path.lag > 0 and v_scale is not None and v_scale.ndim > 1  # by the reference
     operands = q, k_cache, v_cache, lengths, page_table
     appended = {"k_new": k_new, "v_new": v_new, "rotary": rotary, "rotary_interleaved": rotary_interleaved}
     shapes = [(*q.shape[:-1], v_cache.shape[-1]), q.shape[:-1]]
     results = Bounded(*(np.full(shape, np.nan) for shape in shapes), *(np.zeros(shape) for shape in shapes))
     rounded = sequences(*operands, **appended, rotate=partial(rotation_error, path=path))
     for b, (exact, error) in enumerate(zip(sequences(*operands, **appended), rounded, strict=True)):
+        one, value_scales = path, None
+        if scaled is not None:
+            _, k_scales, v_scales = next(scaled)
+            value_scales = v_scales[..., 0] if followed else None
+            if np.abs(k_scales).max(initial=0) > LARGEST_K_SCALE:
+                one = replace(path, largest=0.0)
         if exact is None:
             continue
         errors = None
         if rotary is not None and exact[1].shape[1] > 0:
             errors = [error[0], error[1].copy()]
             errors[1][:, : exact[1].shape[1] - (0 if k_new is None else q.shape[-2])] = 0  # those of the cache
-        part = _forward(*exact, errors, path=path, scale=scale, causal=causal, window=window)
+        part = _forward(
+            *exact, errors, path=one, scale=scale, causal=causal, window=window, value_scales=value_scales
+        )
         for name in ("out", "lse", "out_bound", "lse_bound"):
             getattr(results, name)[b] = getattr(part, name)
     return results
@@ -333,6 +383,17 @@ def rotation_error(x, cos, sin, *, path, interleaved=False):
         pairs = slice(0, 2 * half)
         errors[..., pairs] = _rounded(path, sizes[..., pairs], errors[..., pairs])
     return np.where(np.isnan(errors), 0, errors)
+
+
+def _from_8bit(path):
+    """The constants of decode from 8-bit caches, on the engine and for the dtype of q that a path names."""
+    if not path.lag:  # keys and values are rounded
+        return replace(path, product=path.product + 1, u_weight=path.u)
+    half = PATHS["portable float16"]
+    return replace(
+        path, product=3, u_weight=half.u_weight + 2 * path.u, least_weight=half.least_weight,
+        least_query=2.0**-39 if path.u_out > half.u_out else 0.0,
+    )  # fmt: skip
 
 
 def backward(dout, q, k, v, *, path, scale=None, causal=False, window=None, dlse=None):
@@ -382,7 +443,7 @@ def _rounded(path, values, errors):
 class _Rows:
     """Rows of one head: exact values, and the errors of what leads to them. All planes are (rows, keys)."""
 
-    def __init__(self, path, q, k, v, mask, scale, inherited=None):
+    def __init__(self, path, q, k, v, mask, scale, inherited=None, value_scales=None):
         self.path, self.q, self.k, self.v, self.scale = path, q, k, v, scale
         self.s = scores(q, k, mask, scale)
         self.seen = self.s != -np.inf
@@ -403,6 +464,9 @@ class _Rows:
             flushed = q_size.sum(axis=1)[:, None] + k_size.sum(axis=1) + sizes + q.shape[1]
             self.score_error = abs(scale) * (path.gamma(q.shape[1] + path.product) * sizes + moved)
             self.score_error += max(1, abs(scale)) * path.tiny * flushed
+            if path.least_query:
+                least = path.least_query * q_size.max(axis=1, initial=0)[:, None] + 2.0**-100
+                self.score_error += abs(scale) * least * k_size.sum(axis=1)
             most = max(1, 2 * abs(scale))
             largest = np.maximum(sizes.max(axis=1, initial=0), q_size.max(axis=1, initial=0))
             self.overflows = self.alive & ((most * largest > path.largest) | lost.any(axis=1))
@@ -412,13 +476,23 @@ class _Rows:
             self.weights = np.where(live, self.p, 0)
             top = np.where(self.alive & valid[:, 0], self.s.max(axis=1, initial=-np.inf), 0)
             distance = np.where(live, top[:, None] - self.s, 0)
-            self.first = np.where(self.alive & valid[:, 0], np.exp(top - self.lse), 0)  # the largest weight
+            sizes, reach, shifted = np.ones(k.shape[0]), distance, 0.0
+            if value_scales is not None:
+                sizes = np.abs(double(value_scales))
+                lead = np.log(np.clip(np.where(np.isnan(sizes), 0, sizes), *LEAD))
+                ahead = np.where(live, self.s + lead, -np.inf).max(axis=1, initial=-np.inf)
+                top = np.where(np.isfinite(ahead), ahead, 0)
+                reach, shifted = np.where(live, top[:, None] - self.s - lead, 0), np.abs(lead)
+            # The largest weight against the reference, and by how much more each weight counts that underflows.
+            self.first = np.where(self.alive & valid[:, 0], np.exp(top - self.lse), 0)
+            self.fainter = np.where(sizes > 0, 1 / np.where(sizes > 0, sizes, 1), 1)
+            self.tiny = path.tiny * np.maximum(1, self.first[:, None]) * (1 if value_scales is None else LARGEST_8BIT)
             rises = np.maximum(self.keys + path.tile - 2, 0)[:, None] // path.tile
-            self.rises = np.minimum(rises, 1 + distance / path.lag) if path.lag else rises + 0 * distance
+            self.rises = np.minimum(rises, 1 + reach / path.lag) if path.lag else rises + 0 * distance
             self.rises = self.rises + path.merges
-            self.relative = self.score_error + path.u * (3 * distance + (2 + path.merges) * path.lag)
+            self.relative = self.score_error + path.u * (2 * distance + reach + shifted + (2 + path.merges) * path.lag)
             self.relative += (1 + self.rises) * path.exponential
-            self.weight_error = np.expm1(np.minimum(self.relative, MOST)) * self.weights + path.tiny * live  # p T
+            self.weight_error = np.expm1(np.minimum(self.relative, MOST)) * self.weights + self.tiny * live  # p T
             self.mean_error = self.weight_error.sum(axis=1)
             self.heavier = self.weights + self.weight_error
             depth = np.ceil(np.minimum(self.keys, path.block) / path.depth) + 4 + path.tiles(self.keys)
@@ -439,11 +513,11 @@ class _Rows:
             square = np.maximum(squares - 2 * out1 * product(self.weight_error, v1), 0) + 2.0**-50 * squares
             moved = unit * np.sqrt(error1 * square)  # at least sum p T |v_j - out|
 
-            faint = np.minimum(self.heavier, path.least_weight * self.first[:, None])
+            faint = np.minimum(self.heavier, path.least_weight * self.first[:, None] * self.fainter)
             coarse = np.maximum(path.u_weight * self.heavier, faint)
             coarse += gamma(path.sum_roundoff(self.keys)[:, None] + self.rises * path.u) * self.heavier
             sums = product(coarse, size) + np.abs(out) * (self.sum_error * self.heavier).sum(axis=1)[:, None]
-            sums += path.tiny * (4 * self.keys[:, None] + product(self.seen.astype(float), size))
+            sums += self.tiny * (4 * self.keys[:, None] + product(self.seen.astype(float), size))
             rest = (1 - self.mean_error)[:, None] * (1 - self.sum_error.max(axis=1, initial=0))[:, None]
             errors = np.where(rest > 0.5, (moved + sums) / rest, np.inf)
             worst_sums = path.u_weight + path.least_weight + gamma(2 * path.sum_roundoff(self.keys + 4)[:, None])
@@ -471,7 +545,8 @@ class _Rows:
             most = self.relative + 2 * path.u * np.abs(self.s) + self.sum_error
             most = np.where(live, most, 0).max(axis=1, initial=0)
             errors = np.minimum(errors, most)
-            errors += path.logarithm * np.maximum(1, path.lag - np.log(np.where(self.first > 0, self.first, 1)))
+            sums = np.abs(np.log(np.where(self.first > 0, self.first, 1)))
+            errors += path.logarithm * np.maximum(1, path.lag + sums)
             errors += 4 * path.u * (np.abs(lse) + errors) + path.tiny
             errors = np.where(self.overflows, np.inf, errors)
         return np.where(self.alive, errors, 0)

@@ -17,6 +17,7 @@ Sums run over the keys a row sees, so what it does not see cannot matter. A row 
 
 import math
 
+import ml_dtypes
 import numpy as np
 
 
@@ -134,14 +135,15 @@ def backward(dout, q, k, v, *, scale=None, causal=False, window=None, dlse=None)
 
 
 def decode(
-    q, k_cache, v_cache, *, lengths=None, page_table=None, k_new=None, v_new=None, rotary=None,
-    rotary_interleaved=False, scale=None, causal=True, window=None,
+    q, k_cache, v_cache, *, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None, k_new=None,
+    v_new=None, rotary=None, rotary_interleaved=False, scale=None, causal=True, window=None,
 ):  # fmt: skip
     """Out and lse of `cuflash.decode` in float64: `forward` on each sequence's own keys. No cache is written.
 
     Parameters
     ----------
-    q, k_cache, v_cache, lengths, page_table, k_new, v_new, rotary, rotary_interleaved, scale, causal, window
+    q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved
+    scale, causal, window
         As in `cuflash.decode`.
 
     Returns
@@ -150,6 +152,8 @@ def decode(
     lse : array, shape (sequences, heads, queries), float64
         Both NaN for a sequence whose new keys do not fit.
     """
+    if is_8bit(k_cache):
+        k_cache, v_cache = (dequantised(*x, kv_format) for x in ((k_cache, k_scale), (v_cache, v_scale)))
     appended = {"k_new": k_new, "v_new": v_new, "rotary": rotary, "rotary_interleaved": rotary_interleaved}
     out, lse = np.full((*q.shape[:-1], v_cache.shape[-1]), np.nan), np.full(q.shape[:-1], np.nan)
     for b, operands in enumerate(sequences(q, k_cache, v_cache, lengths, page_table, **appended)):
@@ -245,6 +249,26 @@ def sequences(
             k1 = np.concatenate([k1.astype(new[0].dtype), *new], axis=1)
             v1 = np.concatenate([v1, host(v_new)[b]], axis=1)
         yield q1, k1, v1
+
+
+def is_8bit(cache):
+    """Whether a cache holds int8 or E4M3."""
+    return cache.dtype in (np.int8, np.uint8)
+
+
+def dequantised(x, scales=None, kv_format=None):
+    """What a cache stands for, in float64: its elements or, for "e4m3", numbers of E4M3; times its scales."""
+    x = host(x)
+    wide = double(x.view(ml_dtypes.float8_e4m3fn) if kv_format == "e4m3" else x)
+    with np.errstate(all="ignore"):
+        return wide if scales is None else wide * slots(scales, x.shape)
+
+
+def slots(scales, cache_shape):
+    """Scales one a head or one a slot as one a slot, in float64, with a last axis of 1."""
+    scales = double(scales)
+    scales = scales[:, None, None] if scales.ndim == 1 else scales[..., None]
+    return np.broadcast_to(scales, (*cache_shape[:-1], 1))
 
 
 def scores(q, k, mask, scale):

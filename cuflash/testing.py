@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from . import bounds, reference
-from ._api import backward, merge
+from ._api import backward, merge, quantize
 from ._dtypes import ELEMENTS
 
 DTYPES = tuple(ELEMENTS)
@@ -154,7 +154,7 @@ def lay_out(values, layout, xp=np, batch=()):
     steps = {"reversed": (-1, 1), "stepped": (2, 1), "strided": (1, 2)}.get(layout, (1, 1))
     index = (..., *(slice(None, None, step) for step in steps))
     lengths = (n * abs(step) for n, step in zip(values.shape[-2:], steps, strict=True))
-    buffer = np.full((*values.shape[:-2], *lengths), np.nan, values.dtype)
+    buffer = np.full((*values.shape[:-2], *lengths), _garbage((np.nan,), values.dtype)[0], values.dtype)
     buffer[index] = values
     return xp.asarray(buffer)[index]
 
@@ -213,6 +213,8 @@ def problems(draw, *, dtypes=DTYPES, max_length=160, max_head_dim=256, layouts=L
 # Recipes of decode ------------------------------------------------------------------------------------------------
 
 PAGE_SIZES = (None, None, None, 1, 2, 16, 7, 48, 64, 300)
+CACHE_FORMATS = (None, "int8", "e4m3")
+CACHE_SCALES = ("slot", "head", None)
 CACHE_LAYOUTS = ("contiguous", "swapped", "offset", "strided", "reversed", "stepped")
 
 
@@ -238,9 +240,14 @@ class CacheRecipe:
         Pairs of columns that are rotated, or all that ``head_dim`` has if these are fewer.
     rotary_interleaved, causal, window, scale, splits, batch_invariant
         Keywords of `cuflash.decode`.
+    kv_format : {None, "int8", "e4m3"}
+        Of the caches; None: they are of q's dtype.
+    k_scale, v_scale : {None, "head", "slot"}
+        What scales 8-bit caches have.
     q, k, v, rows : str
-        How each lies in memory, as in `Recipe`; ``rows`` both k_new and v_new. What no sequence owns holds NaN: keys
-        beyond a length, a page that is nobody's. Entries of the page table that nothing needs are numbers of no page.
+        How each lies in memory, as in `Recipe`; scales lie as their cache does, ``rows`` is both k_new and v_new. What
+        no sequence owns holds NaN, or what comes nearest: keys beyond a length, a page that is nobody's. Entries of
+        the page table that nothing needs are numbers of no page.
     integers, angles : str
         dtype of lengths and page table; of cos and sin.
     seed : int
@@ -273,6 +280,9 @@ class CacheRecipe:
     scale: float | None = None
     splits: int | None = None
     batch_invariant: bool = False
+    kv_format: str | None = None
+    k_scale: str | None = None
+    v_scale: str | None = None
     q: str = "contiguous"
     k: str = "contiguous"
     v: str = "contiguous"
@@ -285,7 +295,8 @@ class CacheRecipe:
     @property
     def keywords(self):
         """Keywords of the call that say what is to be computed."""
-        return {"scale": self.scale, "causal": self.causal, "window": self.window}
+        more = {"kv_format": self.kv_format} if self.kv_format else {}
+        return {"scale": self.scale, "causal": self.causal, "window": self.window, **more}
 
     @property
     def splitting(self):
@@ -319,7 +330,10 @@ class CacheRecipe:
         return reference.visible(self.queries, self.totals[b], causal=self.causal, window=self.window)
 
     def values(self):
-        """q and caches in one piece, new keys in their places, NumPy arrays in C order; beyond a length they hold 0."""
+        """q, the caches in one piece, new keys in their places, and, of 8-bit ones, a dict of their scales.
+
+        NumPy arrays in C order; beyond a length caches of 16 bits or more hold 0.
+        """
         sequences, rng = len(self.lengths), np.random.default_rng(self.seed)
         shapes = (
             (sequences, self.heads, self.queries, self.head_dim),
@@ -332,24 +346,30 @@ class CacheRecipe:
                 k[b, :, total - 1] = PLANTED * np.sign(q[b, 0, -1])
                 v[b, :, total - 1] *= 16
             k[b, :, total:] = v[b, :, total:] = 0
-        return q, k, v
+        if self.kv_format is None:
+            return q, k, v
+        k, k_scale = _quantised(k, self.kv_format, self.k_scale)
+        v, v_scale = _quantised(v, self.kv_format, self.v_scale)
+        return q, k, v, {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
 
     def spoilt(self, values, garbage):
-        """Values in which keys that a certain row of each sequence does not see hold ``garbage``, in turn, and the
-        rows of each sequence that see none of these."""
-        q, k, v = (x.copy() for x in values)
+        """Values in which keys that a certain row of each sequence does not see hold ``garbage``, in turn, and so do
+        their scales; and the rows of each sequence that see none of these."""
+        q, k, v, *scales = (x.copy() for x in values)
+        scales = [{name: x.copy() for name, x in each.items()} for each in scales]
+        slots = [x[..., None] for each in scales for x in each.values() if x.ndim > 1]
         row, rows = self.seed % max(self.queries, 1), []
         for b in range(len(self.lengths)):
             mask = self.mask(b)
             hidden = np.flatnonzero(~mask[row]) if self.queries else np.arange(0)
             rows.append(np.flatnonzero(~mask[:, hidden].any(axis=1)))
-            for x in (k, v):
-                x[b][:, hidden] = np.resize(garbage, (len(hidden), x.shape[-1])).astype(x.dtype)
-        return (q, k, v), rows
+            for x in (k, v, *slots):
+                x[b][:, hidden] = np.resize(_garbage(garbage, x.dtype), (len(hidden), x.shape[-1]))
+        return (q, k, v, *scales), rows
 
     def new(self, values, xp=np):
         """Keywords of the call that append and rotate, arrays of ``xp``."""
-        keywords, (_, *caches) = {}, values
+        keywords, (_, *caches) = {}, values[:3]
         if self.append:
             for name, cache in zip(("k_new", "v_new"), caches, strict=True):
                 parts = [x[:, n : n + self.queries] for x, n in zip(cache, self.lengths, strict=True)]
@@ -363,29 +383,38 @@ class CacheRecipe:
 
     def meant(self, values):
         """Keywords by which `cuflash.bounds.decode` of such values is what the call computes."""
-        return {"lengths": np.array(self.lengths, int)} | self.new(values) | self.keywords
+        return {"lengths": np.array(self.lengths, int)} | _scales_of(values) | self.new(values) | self.keywords
 
     def arrays(self, xp=np, values=None):
         """q, k_cache, v_cache and a dict of what else the call takes from memory, arrays of ``xp``."""
         values = values or self.values()
-        q, *caches = (x.copy() for x in values)
+        q, *caches = values[:3]
+        scales = _scales_of(values)
+        slots = {name: x[..., None] for name, x in scales.items() if x.ndim > 1}
+        owned = [x.copy() for x in (*caches, *slots.values())]
         for b, length in enumerate(self.lengths):
-            for cache in caches:
-                cache[b, :, length:] = np.nan
+            for x in owned:
+                x[b, :, length:] = _garbage((np.nan,), x.dtype)
         tables = {"lengths": np.array(self.lengths, self.integers)}
         if self.page_size:
-            caches, tables["page_table"] = self._paged(caches)
-        arrays = (lay_out(x, layout, xp) for x, layout in zip((q, *caches), (self.q, self.k, self.v), strict=True))
-        return *arrays, {name: xp.asarray(x) for name, x in tables.items()} | self.new(values, xp)
+            owned, tables["page_table"] = self._paged(owned)
+        tables |= {name: xp.asarray(x) for name, x in scales.items() if x.ndim == 1}
+        layouts = self.q, self.k, self.v, *({"k_scale": self.k, "v_scale": self.v}[name] for name in slots)
+        q, k, v, *slotted = (lay_out(x, layout, xp) for x, layout in zip((q, *owned), layouts, strict=True))
+        tables |= {name: x[..., 0] for name, x in zip(slots, slotted, strict=True)}
+        return q, k, v, {name: xp.asarray(x) for name, x in tables.items()} | self.new(values, xp)
 
     def _paged(self, caches):
         size, sequences = self.page_size, len(self.lengths)
         count = self.capacity // size
         table = np.random.default_rng(self.seed).permutation(sequences * count + 1)[: sequences * count]
-        pages = [np.full((sequences * count + 1, x.shape[1], size, x.shape[3]), np.nan, x.dtype) for x in caches]
-        for into, cache in zip(pages, caches, strict=True):
+        pages = []
+        for cache in caches:
+            shape = sequences * count + 1, cache.shape[1], size, cache.shape[3]
+            into = np.full(shape, _garbage((np.nan,), cache.dtype)[0], cache.dtype)
             parts = cache.reshape(sequences, cache.shape[1], count, size, cache.shape[3])
             into[table] = parts.swapaxes(1, 2).reshape(sequences * count, *into.shape[1:])
+            pages.append(into)
         table = table.reshape(sequences, count).astype(self.integers)
         nowhere = (np.iinfo(self.integers).max, np.iinfo(self.integers).min, sequences * count + 1)
         for b, total in enumerate(self.totals):
@@ -393,9 +422,40 @@ class CacheRecipe:
         return pages, table
 
 
-def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), max_length=160, max_head_dim=256, appends=True):
+def _quantised(x, kv_format, scales):
+    """A cache's values in a format and their scales: one a slot, one a head, or None, with which they are others.
+
+    Scales are negative at times, those of slots now and then 0."""
+    elements, factors = quantize(x, kv_format, axis=(0, 2, 3) if scales == "head" else 3)
+    if scales is None:
+        return elements, None
+    order = np.arange(factors.size).reshape(factors.shape)
+    factors = np.where(order % 5 == 1, -factors, factors)
+    if scales == "slot":
+        factors[order % 31 == 30] = 0
+    return elements, factors
+
+
+def _garbage(garbage, dtype):
+    """Values of a dtype that spoil what they meet as far as it can."""
+    if dtype == np.uint8:  # E4M3 has no infinities
+        return np.array([0x7F if x > 0 or x != x else 0xFF for x in garbage], dtype)
+    if dtype == np.int8:
+        return np.array([127 if x > 0 or x != x else -128 for x in garbage], dtype)
+    return np.array(garbage).astype(dtype)
+
+
+def _scales_of(values):
+    """Scales by name, of values as a `CacheRecipe` has them."""
+    return values[3] if len(values) > 3 else {}
+
+
+def cache_recipe(
+    choose, *, dtypes=("float16", "bfloat16"), formats=CACHE_FORMATS, max_length=160, max_head_dim=256, appends=True
+):
     """A `CacheRecipe` of choices, each by ``choose(options)`` from a sequence, of which the first is the simplest.
 
+    ``formats`` are those of caches beside queries of 16 bits; ``(None,)`` for an attention that knows no others.
     Without ``appends`` none appends or rotates.
     """
 
@@ -413,9 +473,11 @@ def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), max_length=160, max_
     head_dim = width()
     splits, batch_invariant = choose(((None, False), (1, False), (2, False), (5, False), (64, False), (None, True)))
     heads, key_heads = choose((*HEADS, (8, 1), (20, 2)))
-    append = choose((False, True)) if appends else False
-    rotary = choose((0, choose((head_dim // 2, 1, head_dim // 4)))) if appends else 0
     dtype = choose(dtypes)
+    kv_format = choose(formats) if dtype in ("float16", "bfloat16") else None
+    k_scale, v_scale = (choose(CACHE_SCALES) if kv_format else None for _ in range(2))
+    append = choose((False, True)) if appends and kv_format is None else False
+    rotary = choose((0, choose((head_dim // 2, 1, head_dim // 4)))) if appends else 0
     return CacheRecipe(
         lengths=lengths,
         append=append,
@@ -434,6 +496,9 @@ def cache_recipe(choose, *, dtypes=("float16", "bfloat16"), max_length=160, max_
         scale=choose(SCALES),
         splits=splits,
         batch_invariant=batch_invariant,
+        kv_format=kv_format,
+        k_scale=k_scale,
+        v_scale=v_scale,
         q=choose(CACHE_LAYOUTS),
         k=choose(CACHE_LAYOUTS),
         v=choose(CACHE_LAYOUTS),
@@ -781,8 +846,8 @@ def _decoded(decode, recipe, arrays, **changes):
 
 def _assert_decoded(results, recipe, values, path, rows=None):
     """Inside the bound; of sequence b only the rows ``rows[b]``, where given."""
-    path = _path(path, values[0])
-    exact = bounds.decode(*values, path=path, **recipe.meant(values))
+    path = _path(path, results[0])
+    exact = bounds.decode(*values[:3], path=path, **recipe.meant(values))
     for part, actual, wanted, limit in zip(
         ("out", "lse"), results, (exact.out, exact.lse), (exact.out_bound, exact.lse_bound), strict=True
     ):
@@ -794,9 +859,9 @@ def _assert_decoded(results, recipe, values, path, rows=None):
             _assert_within(f"{part}[{b}]", *one)
 
 
-def check_decode_bound(decode, recipe, xp=np, path=None):
+def check_decode_bound(decode, recipe, xp=np, path=None, values=None):
     """Out and lse lie within the bound, wherever keys lie and whatever lies beside them."""
-    values = recipe.values()
+    values = values or recipe.values()
     _assert_decoded(_decoded(decode, recipe, recipe.arrays(xp, values)), recipe, values, path)
 
 
@@ -815,9 +880,10 @@ def check_decode_one_by_one(decode, recipe, xp=np, path=None):
     values, changes = recipe.values(), {} if recipe.splits else {"batch_invariant": True}
     results = _decoded(decode, recipe, recipe.arrays(xp, values), **changes)
     for b, (length, total) in enumerate(zip(recipe.lengths, recipe.totals, strict=True)):
-        q, k, v = (x[b : b + 1] for x in values)
+        own = lambda x, b=b, total=total: x if x.ndim == 1 else x[b : b + 1, :, :total]  # noqa: E731
+        scales = [{name: own(x) for name, x in each.items()} for each in values[3:]]
         one = replace(recipe, lengths=(length,), spare=0, page_size=None)
-        alone = one.arrays(xp, (q, k[:, :, :total], v[:, :, :total]))
+        alone = one.arrays(xp, (values[0][b : b + 1], own(values[1]), own(values[2]), *scales))
         _assert_alike(f"sequence {b} alone", [x[b : b + 1] for x in results], _decoded(decode, one, alone, **changes))
 
 
@@ -851,7 +917,7 @@ def check_decode_append(decode, recipe, xp=np, path=None):
 
     With rotation, the keys that are written are within their own bound.
     """
-    recipe = replace(recipe, append=True)
+    recipe = replace(recipe, append=True, kv_format=None, k_scale=None, v_scale=None)
     values, written = recipe.values(), recipe.written
     q, *caches, tables = recipe.arrays(xp, values)
     results = _decoded(decode, recipe, (q, *caches, tables))
@@ -869,7 +935,7 @@ def check_decode_append(decode, recipe, xp=np, path=None):
 def _with_rotated(recipe, values, caches, tables, path):
     """Values with the keys as an append has rotated them, which are found to be near enough."""
     q, k, v = (x.copy() for x in values)
-    path, totals = _path(path, q), np.array(recipe.totals, int)
+    path, totals = _path(path, caches[0]), np.array(recipe.totals, int)
     angles = recipe.new(values)["rotary"]
     stored = reference.sequences(q, *caches, totals, tables.get("page_table"))
     for b, (length, (_, found, _)) in enumerate(zip(recipe.lengths, stored, strict=True)):
@@ -899,7 +965,7 @@ def _assert_same_bits(name, one, other):
 
 def check_decode_overflow(decode, recipe, xp=np, path=None):
     """Where new keys do not fit, ``overflow`` says so, out and lse are NaN, and neither cache nor others change."""
-    recipe = replace(recipe, append=True)
+    recipe = replace(recipe, append=True, kv_format=None, k_scale=None, v_scale=None)
     if not (recipe.queries and recipe.lengths):
         return
     values, written = recipe.values(), recipe.written

@@ -1,4 +1,4 @@
-// The careful path of forward and decode: rows that tensor cores may have got wrong, computed again.
+// The careful path of forward and decode on tensor cores: rows that these may have got wrong, computed again.
 #pragma once
 
 #include "ptx.cuh"
@@ -8,37 +8,45 @@ namespace cuflash {
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 
-template <typename T>
-__device__ __forceinline__ T rounded(T, float x) {
-    return T{static_cast<unsigned short>(cvt_pair(T{}, x, 0.0f))};
+template <typename Element>
+__device__ __forceinline__ Element rounded(Element, float x) {
+    return Element{static_cast<unsigned short>(cvt_pair(Element{}, x, 0.0f))};
 }
 __device__ __forceinline__ float rounded(float, float x) { return x; }
 
-constexpr int ADDED = 64;  // keys whose terms are added before they join the others
-// An infinity makes scores of split numbers NaN, whatever they should be.
-constexpr bool SPLIT_SCORES = sizeof(Element) == sizeof(float);
+// A row of elements in global memory.
+template <typename Element>
+struct RowOf {
+    const char* row;
+    __device__ __forceinline__ float operator()(int d) const {
+        return to_float(load_global<Element>(row + sizeof(Element) * d));
+    }
+};
+
+constexpr int ADDED = 64;  // keys of float32 whose terms are added before they join the others
 
 // One row again, by a warp, reading visible keys only and rounding each score by itself: for rows where a hidden value
-// that is not finite may have met a weight of 0 on the tensor cores, or whose scores are huge. `keys(j)`, `values(j)` are
-// addresses.
-template <typename Args, typename Keys, typename Values>
-__device__ __forceinline__ void careful_row_of(const Args& args, const char* q, Keys keys, Values values, char* out,
+// that is not finite may have met a weight of 0 on the tensor cores, or whose scores are huge. `q(d)`, `keys(j)(d)` and
+// `values(j)(d)` are numbers, `store(d, x)` writes one of out. FLOAT32: sums are short ones of sums, and lse is written
+// too, for an infinity makes scores of split numbers NaN, whatever they should be.
+template <bool FLOAT32, typename Args, typename Query, typename Keys, typename Values, typename Store>
+__device__ __forceinline__ void careful_row_of(const Args& args, Query q, Keys keys, Values values, Store store,
                                                char* lse, int first, int end) {
     constexpr int MOST = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;
     const int lane = lane_index();
-    constexpr int SIZE = sizeof(Element);
     float query[MOST], sums[MOST] = {};
 #pragma unroll
     for (int n = 0; n < MOST; ++n) {
         int d = n * WARP + lane;
-        query[n] = d < args.head_dim ? to_float(load_global<Element>(q + SIZE * d)) : 0.0f;
+        query[n] = d < args.head_dim ? q(d) : 0.0f;
     }
     auto score = [&](int j) {
         float s = 0.0f;
+        const auto key = keys(j);
 #pragma unroll
         for (int n = 0; n < MOST; ++n) {
             int d = n * WARP + lane;
-            if (d < args.head_dim) s = fused_multiply_add(query[n], to_float(load_global<Element>(keys(j) + SIZE * d)), s);
+            if (d < args.head_dim) s = fused_multiply_add(query[n], key(d), s);
         }
 #pragma unroll
         for (int lanes = WARP / 2; lanes > 0; lanes /= 2) s += shuffle_xor(s, lanes);
@@ -47,45 +55,61 @@ __device__ __forceinline__ void careful_row_of(const Args& args, const char* q, 
     SoftmaxRow<float> row;
     for (int j = first; j < end; ++j) {
         const float s = score(j);
-        if (SPLIT_SCORES && s != s) {  // which decides the row by itself
+        if (FLOAT32 && s != s) {  // which decides the row by itself
             first = j;
             end = j + 1;
         }
         row.reference = maximum(row.reference, s);
     }
-    for (int start = first; start < end; start += ADDED) {
-        float part[MOST] = {};
-        for (int j = start; j < end && j < start + ADDED; ++j) {
+    auto add = [&](float(&sums)[MOST], int first, int end) {
+        for (int j = first; j < end; ++j) {
             float s = score(j);
             if (s == -INFINITE) continue;
             float weight = ex2_approx(s - row.shift());
-            if (j % WARP == lane) row.sum += weight;
+            if (!FLOAT32 || j % WARP == lane) row.sum += weight;
+            const auto value = values(j);
 #pragma unroll
             for (int n = 0; n < MOST; ++n) {
                 int d = n * WARP + lane;
-                if (d < args.value_dim) {
-                    part[n] = fused_multiply_add(weight, to_float(load_global<Element>(values(j) + SIZE * d)), part[n]);
-                }
+                if (d < args.value_dim) sums[n] = fused_multiply_add(weight, value(d), sums[n]);
             }
         }
+    };
+    if constexpr (FLOAT32) {
+        for (int start = first; start < end; start += ADDED) {
+            float part[MOST] = {};
+            add(part, start, end - start < ADDED ? end : start + ADDED);
 #pragma unroll
-        for (int n = 0; n < MOST; ++n) sums[n] += part[n];
+            for (int n = 0; n < MOST; ++n) sums[n] += part[n];
+        }
+        row.template finish<WARP>();
+    } else {
+        add(sums, first, end);
     }
-    row.template finish<WARP>();
 #pragma unroll
     for (int n = 0; n < MOST; ++n) {
         int d = n * WARP + lane;
-        if (d < args.value_dim) store_global(out + SIZE * d, rounded(Element{}, sums[n] * row.inverse_sum()));
+        if (d < args.value_dim) store(d, sums[n] * row.inverse_sum());
     }
-    const bool wrong = SPLIT_SCORES || row.too_coarse();  // else lse is right already
+    const bool wrong = FLOAT32 || row.too_coarse();  // else lse is right already
     if (wrong && args.lse != nullptr && lane == 0) store_global(lse, row.lse());
 }
 
+// The same of arrays: `keys(j)`, `values(j)` are addresses.
+template <typename Element, typename Args, typename Keys, typename Values>
+__device__ __forceinline__ void careful_row_at(const Args& args, const char* q, Keys keys, Values values, char* out,
+                                               char* lse, int first, int end) {
+    auto store = [&](int d, float x) { store_global(out + sizeof(Element) * d, rounded(Element{}, x)); };
+    careful_row_of<sizeof(Element) == sizeof(float)>(
+        args, RowOf<Element>{q}, [&](int j) { return RowOf<Element>{keys(j)}; },
+        [&](int j) { return RowOf<Element>{values(j)}; }, store, lse, first, end);
+}
+
 // The same of keys and values that lie at equal distances.
-template <typename Args>
+template <typename Element, typename Args>
 __device__ __noinline__ void careful_row(const Args& args, const char* q, const char* k, const char* v, char* out,
                                          char* lse, int first, int end) {
-    careful_row_of(
+    careful_row_at<Element>(
         args, q, [&](int j) { return k + j * args.k_strides.row; }, [&](int j) { return v + j * args.v_strides.row; },
         out, lse, first, end);
 }

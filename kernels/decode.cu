@@ -4,262 +4,16 @@
 //   q (sequences, heads, queries, head_dim), k, v (pages, key_heads, page_size, head_dim or value_dim), lengths and a
 //   table of pages -> out (sequences, heads, queries, value_dim), lse (sequences, heads, queries)
 //
-// The algorithm is Flash-Decoding (Dao, Haziza, Massa & Sizov 2023). Few rows see many keys, so blocks share the keys
-// of a sequence: a block owns TILE_Q packed rows of one key head's group, and a split, a run of whole tiles of TILE_K
-// keys. How many tiles a split has follows from the sequence's own length, which the device alone knows; blocks for
-// which none is left end at once. A warp owns every WARPS-th tile of the split, and all rows: it copies keys and values
-// for itself, STAGES tiles ahead, into a ring in shared memory of its own, and waits for no other warp. A quad of its
-// threads owns two rows, in the layout of mma.m16n8k16.
-//
-// A warp's result is a part: out against a reference of its own, and the sum of weights. At the end the block adds the
-// parts of its warps in their order, a warp a row. Where there are several splits the sum is a part again, in global
-// memory; the block that comes last adds those in the order of splits. So the order of arithmetic is that of the keys,
-// whoever comes when, and wherever pages lie.
+// Blocks, splits, rings and parts are those of split.cuh. Scores and weights are those of forward.cu.
 //
 // What limits speed: memory. The rings of a multiprocessor's blocks keep some 190 KB on the way to it.
 #include "careful.cuh"
-#include "mask.cuh"
-#include "place.cuh"
-#include "ptx.cuh"
 #include "score.cuh"
-#include "softmax.cuh"
-#include "tile.cuh"
+#include "split.cuh"
 
 namespace cuflash {
 
-static_assert(TILE_Q % 16 == 0, "TILE_Q: 16 rows, one A operand, or a multiple");
-static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of 16 keys");
-static_assert(STAGES > 1, "STAGES: one to copy to while another is read");
-
-constexpr int THREADS = WARP * WARPS;
-constexpr int BLOCKS = TILE_Q / 16;  // of 16 rows, one A operand each
-
-using QueryTile = Tile<HEAD_DIM>;
-using KeyTile = Tile<HEAD_DIM>;
-using ValueTile = Tile<VALUE_DIM>;
-
-constexpr int QUERY_BYTES = TILE_Q * QueryTile::PITCH;
-constexpr int KEY_BYTES = TILE_K * KeyTile::PITCH;
-constexpr int STAGE_BYTES = KEY_BYTES + TILE_K * ValueTile::PITCH;
-constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-
-struct Shared {
-    char queries[QUERY_BYTES];
-    char rings[WARPS][RING_BYTES];  // a warp's stages of keys and values; at the end, its rows of out
-    SoftmaxRow<float> rows[WARPS][TILE_Q];
-    alignas(16) int last;  // whether this block is the last of its rows
-};
-static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the rings and rows take");
-constexpr int RINGS_START = OFFSET_OF(Shared, rings), ROWS_START = OFFSET_OF(Shared, rows);
-constexpr int LAST_START = OFFSET_OF(Shared, last);
-
-struct Args {
-    const char *q, *k, *v;
-    char* out;
-    char* lse;               // null where it is not wanted
-    const char* lengths;     // null where all caches are full
-    const char* page_table;  // null where a cache is one piece
-    char* parts;             // of splits
-    char* arrived;           // splits that have stored theirs, of each tile of rows: 0 before and after
-    Strides q_strides, k_strides, v_strides, out_strides;  // batch1: of sequences or pages
-    int64 length_stride, table_stride, table_step;         // table_step: from a sequence's page to the next
-    int queries, capacity;
-    int appended;  // whether lengths are those of the append step: -1 of a sequence whose rows are to be NaN
-    int heads, group, head_dim, value_dim;
-    int key_heads, tiles, splits;  // tiles: of packed rows; splits: at most
-    int fewest;                    // tiles of keys of a split, at least
-    int first_sequence;            // of the launch
-    int pages, page_size;
-    uint32 page_multiplier;  // see Divisor
-    int page_shift;
-    int left, right, top_left;  // of the mask
-    int out_vectors;            // rows of out can be written 16 bytes at a time
-    float scale_log2;           // scale * log2 e, positive
-};
-template struct ArgsLayout<Args>;
-
-using Scores = float[BLOCKS][TILE_K / 8][4];
-using Out = float[BLOCKS][VALUE_DIM / 8][4];
-using Rows = SoftmaxRow<float>[BLOCKS][2];  // a thread's rows g and g + 8
-
-// Spelled out: of an array of arrays of classes, NVRTC 13.0 runs the default initialisers of the first array alone.
-__device__ __forceinline__ void clear(Rows& rows) {
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) rows[block][half] = SoftmaxRow<float>{};
-    }
-}
-
-// Row within the tile of element e of an accumulator's 16 x 8 block.
-__device__ __forceinline__ int row_of(int block, int half) { return 16 * block + 8 * half + lane_index() / 4; }
-
-// Where and which -------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ Paged locate(const Args& args) {
-    return Paged(static_cast<uint32>(fresh_block_index()), args.first_sequence, args.key_heads, args.splits, args.tiles,
-                 args.group);
-}
-
-__device__ __forceinline__ Pages pages_of(const Args& args, const Paged& place) {
-    const char* table = args.page_table == nullptr ? nullptr : args.page_table + place.sequence * args.table_stride;
-    return {table, args.table_step, place.sequence, args.pages,
-            {args.page_size, args.page_multiplier, args.page_shift}};
-}
-
-// The mask against the sequence's own length.
-__device__ __forceinline__ Mask mask_of(const Args& args, const Paged& place) {
-    int keys = args.capacity;
-    if (args.lengths != nullptr) {
-        keys = uniform(clamp(load_global<int>(args.lengths + place.sequence * args.length_stride), 0, args.capacity));
-    }
-    const int offset = args.top_left ? 0 : keys - args.queries;
-    const int first_shift = offset - args.left, end_shift = offset + args.right + 1;
-    return Mask(keys, clamp(first_shift, -args.queries, keys), clamp(end_shift, -args.queries, keys));
-}
-
-// Whether the append step has turned the sequence away.
-__device__ __forceinline__ bool refused(const Args& args, const Paged& place) {
-    return args.appended && load_global<int>(args.lengths + place.sequence * args.length_stride) < 0;
-}
-
-// What a block has to do.
-struct Work {
-    int rows, first_row;       // of its tile: how many, and the first packed one
-    int first_key, end_key;    // keys of the split that some row sees; the others are never read
-    int all_first, all_end;    // keys that all rows see
-    int first_tile, end_tile;  // tiles of the split
-    int splits;                // that take part: one at least
-};
-
-__device__ __forceinline__ Work work_of(const Args& args, const Mask& mask, const Paged& place) {
-    Work work;
-    work.first_row = place.tile * TILE_Q;
-    work.rows = clamp(args.queries * args.group - work.first_row, 0, TILE_Q);
-    const int top = place.query(work.first_row), bottom = place.query(work.first_row + work.rows - 1);
-    const int first_key = mask.first_key(top), end_key = mask.end_key(bottom);
-    work.all_first = mask.first_key(bottom);
-    work.all_end = mask.end_key(top);
-    const int first_tile = first_key / TILE_K;
-    const int tiles = first_key < end_key ? (end_key - 1) / TILE_K + 1 - first_tile : 0;
-    const int share = maximum((tiles + args.splits - 1) / args.splits, args.fewest);
-    work.splits = maximum((tiles + share - 1) / share, 1);
-    work.first_tile = first_tile + clamp(place.split * share, 0, tiles);
-    work.end_tile = first_tile + clamp((place.split + 1) * share, 0, tiles);
-    work.first_key = first_key;
-    work.end_key = clamp(work.end_tile * TILE_K, 0, end_key);
-    return work;
-}
-
-// Copies ----------------------------------------------------------------------------------------------------------
-
-// A lane copies the chunks chunk, chunk + LANES ... of every ROW_STEP-th row of a tile, of keys and of values.
-constexpr int least(int a, int b) { return a < b ? a : b; }
-constexpr int LANES = least(8, least(KeyTile::CHUNKS & -KeyTile::CHUNKS, ValueTile::CHUNKS & -ValueTile::CHUNKS));
-constexpr int ROW_STEP = WARP / LANES;
-constexpr int LANE_ROWS = TILE_K / ROW_STEP;
-
-struct Lane {
-    uint32 row, chunk;  // the first of each
-    __device__ Lane() {
-        const uint32 lane = lane_index();
-        row = lane / LANES;
-        chunk = lane % LANES;
-    }
-};
-
-// The key in row n of those of a tile that a lane copies.
-__device__ __forceinline__ int key_of(const Lane& lane, int tile, int n) {
-    return tile * TILE_K + static_cast<int>(lane.row) + n * ROW_STEP;
-}
-
-// The pages of these rows, -1 where nothing is to be read.
-struct RowPages {
-    int page[LANE_ROWS];
-};
-
-// Sends for the pages of a tile. Nothing here waits for them.
-__device__ __forceinline__ RowPages look_up(const Pages& pages, const Work& work, const Lane& lane, int tile) {
-    RowPages rows;
-#pragma unroll
-    for (int n = 0; n < LANE_ROWS; ++n) {
-        const int key = key_of(lane, tile, n), page = pages.size.divide(key);
-        const bool seen = key >= work.first_key && key < work.end_key;
-        rows.page[n] = seen ? pages.number(page) : -1;
-    }
-    return rows;
-}
-
-// Pages that do not exist are not read, but `missing`.
-__device__ __forceinline__ void check(RowPages& rows, const Pages& pages, const Work& work, const Lane& lane, int tile,
-                                      bool& missing) {
-#pragma unroll
-    for (int n = 0; n < LANE_ROWS; ++n) {
-        const int key = key_of(lane, tile, n);
-        if (pages.exists(rows.page[n])) continue;
-        rows.page[n] = -1;
-        missing |= key >= work.first_key && key < work.end_key;
-    }
-}
-
-// Copies a tile of COLUMNS; what is not to be read becomes zeros. `source` is the lane's first chunk of page 0's row 0.
-template <int COLUMNS>
-__device__ __forceinline__ void copy_rows(uint32 base, const char* source, const Strides& strides, const Pages& pages,
-                                          const RowPages& rows, const Lane& lane, int tile, int columns) {
-    auto each = [&](auto copy) {
-#pragma unroll
-        for (int n = 0; n < LANE_ROWS; ++n) {
-            const int key = key_of(lane, tile, n), place = key - pages.size.divide(key) * pages.size.value;
-            const char* address = source + rows.page[n] * strides.batch1 + place * strides.row;
-#pragma unroll
-            for (int c = 0; c < Tile<COLUMNS>::CHUNKS; c += LANES) {
-                const uint32 to = base + Tile<COLUMNS>::offset(lane.row + n * ROW_STEP, lane.chunk + c);
-                const int left = columns * 2 - static_cast<int>(lane.chunk + c) * CHUNK;  // bytes to the row's end
-                copy(to, address + c * CHUNK, left, rows.page[n] >= 0);
-            }
-        }
-    };
-    if (columns * 2 % CHUNK == 0) {
-        each([](uint32 to, const char* from, int left, bool read) { cp_async_16(to, from, read && left > 0); });
-    } else {
-        each([](uint32 to, const char* from, int left, bool read) {
-            cp_async_16(to, from, read ? clamp(left, 0, CHUNK) : 0);
-        });
-    }
-}
-
-// The block's rows of q.
-__device__ __forceinline__ void load_queries(const Args& args, const Paged& place, const Work& work, uint32 base) {
-    for (int n = fresh_thread_index(); n < TILE_Q * QueryTile::CHUNKS; n += THREADS) {
-        const int r = n / QueryTile::CHUNKS, chunk = n % QueryTile::CHUNKS;
-        const int bytes = r < work.rows ? clamp(args.head_dim * 2 - chunk * CHUNK, 0, CHUNK) : 0;
-        const char* row = place.row(args.q, args.q_strides, work.first_row + r);
-        cp_async_16(base + QueryTile::offset(r, chunk), row + chunk * CHUNK, bytes);
-    }
-}
-
 // Softmax ---------------------------------------------------------------------------------------------------------
-
-// Hidden scores are selected to -inf, whatever they are.
-__device__ __forceinline__ void hide(Scores& scores, const Mask& mask, const Paged& place, int first_row, int key) {
-    const int lane = lane_index();
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int i = place.query(first_row + row_of(block, half));
-            const int first = mask.first_key(i) - key, end = mask.end_key(i) - key;
-#pragma unroll
-            for (int n = 0; n < TILE_K / 8; ++n) {
-#pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                    const int j = 8 * n + lane % 4 * 2 + e % 2;
-                    scores[block][n][e] = j >= first && j < end ? scores[block][n][e] : -INFINITE;
-                }
-            }
-        }
-    }
-}
 
 // Raises the rows' references to what this tile needs; out is rescaled where, rarely, one has moved.
 __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores, const Scaled& score) {
@@ -313,59 +67,6 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
     }
 }
 
-// Parts -----------------------------------------------------------------------------------------------------------
-
-// A row of a part is a warp's: a lane has QUAD columns, and QUAD more WARP quads to the right.
-constexpr int QUAD = 4;
-constexpr int PIECES = (VALUE_DIM + QUAD * WARP - 1) / (QUAD * WARP);
-struct alignas(16) Quad {
-    float values[QUAD];
-};
-struct alignas(8) Pair {
-    float low, high;
-};
-struct alignas(8) Vector8 {  // 8 bytes that travel together
-    uint32 words[2];
-};
-__device__ __forceinline__ int column_of(int piece) { return (piece * WARP + lane_index()) * QUAD; }
-
-struct Part {
-    SoftmaxRow<float> row;
-    Quad out[PIECES] = {};
-
-    // Adds a row over other keys, of which `load(column)` gives a quad of out.
-    template <typename Load>
-    __device__ __forceinline__ void add(const SoftmaxRow<float>& other, Load load) {
-        const float factor = row.raise(other.reference);
-        const float weight = other.sum == 0 ? 0.0f : ex2_approx(other.shift() - row.shift());  // 0: it has seen nothing
-        row.sum = fused_multiply_add(weight, other.sum, row.sum);
-#pragma unroll
-        for (int p = 0; p < PIECES; ++p) {
-            if (column_of(p) >= VALUE_DIM) continue;
-            const Quad quad = load(column_of(p));
-#pragma unroll
-            for (int e = 0; e < QUAD; ++e) {
-                out[p].values[e] = fused_multiply_add(weight, quad.values[e], out[p].values[e] * factor);
-            }
-        }
-    }
-};
-
-// In shared memory rows of out lie so far apart that a quad of lanes and its neighbours meet no bank twice.
-constexpr int OUT_PITCH = (VALUE_DIM + 8) * sizeof(float);
-static_assert(TILE_Q * OUT_PITCH <= RING_BYTES, "STAGES: room for a warp's rows of out");
-
-// In global memory a row of a part is its quads, then its reference and sum.
-constexpr int PART_PITCH = (VALUE_DIM + QUAD) * sizeof(float);
-
-__device__ __forceinline__ int64 tile_index(const Args& args, const Paged& place) {
-    return (static_cast<int64>(place.sequence) * args.key_heads + place.key_head) * args.tiles + place.tile;
-}
-__device__ __forceinline__ char* part_row(const Args& args, const Paged& place, int split, int r) {
-    const int rows = clamp(args.queries * args.group, 0, TILE_Q);  // that a part has room for
-    return args.parts + ((tile_index(args, place) * args.splits + split) * rows + r) * PART_PITCH;
-}
-
 // A warp's part goes to shared memory.
 __device__ __forceinline__ void leave(const Out& out, const Rows& rows, uint32 ring, uint32 rows_shared) {
     const int lane = lane_index();
@@ -384,33 +85,6 @@ __device__ __forceinline__ void leave(const Out& out, const Rows& rows, uint32 r
     }
 }
 
-// Row r of the sum of the warps' parts.
-__device__ __forceinline__ Part sum_of_warps(uint32 shared, int r) {
-    Part part;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {
-        const uint32 ring = shared + RINGS_START + warp * RING_BYTES + r * OUT_PITCH;
-        const uint32 row = shared + ROWS_START + (warp * TILE_Q + r) * sizeof(SoftmaxRow<float>);
-        part.add(load_shared<SoftmaxRow<float>>(row),
-                 [&](int column) { return load_shared<Quad>(ring + column * sizeof(float)); });
-    }
-    return part;
-}
-
-// Row r of the sum of the splits' parts.
-__device__ __forceinline__ Part sum_of_splits(const Args& args, const Paged& place, int splits, int r) {
-    Part part;
-#pragma unroll 8  // as many loads on their way
-    for (int split = 0; split < splits; ++split) {
-        const char* row = part_row(args, place, split, r);
-        part.add(load_global<SoftmaxRow<float>>(row + VALUE_DIM * sizeof(float)),
-                 [&](int column) { return load_global<Quad>(row + column * sizeof(float)); });
-    }
-    return part;
-}
-
-// Results ---------------------------------------------------------------------------------------------------------
-
 // A row again, by the careful path, with all keys that it sees.
 __device__ __noinline__ void careful_decode(const Args& args, int row, char* out, char* lse, int first, int end) {
     const Paged place = locate(args);
@@ -420,79 +94,9 @@ __device__ __noinline__ void careful_decode(const Args& args, int row, char* out
         const int row = j - page * pages.size.value;
         return base + strides.offset(0, pages.number(page), place.key_head) + row * strides.row;
     };
-    careful_row_of(
+    careful_row_at<Element>(
         args, place.row(args.q, args.q_strides, row), [&](int j) { return row_of(args.k, args.k_strides, j); },
         [&](int j) { return row_of(args.v, args.v_strides, j); }, out, lse, first, end);
-}
-
-// Whether all pages of a run of keys exist.
-__device__ __noinline__ bool exist(const Args& args, int first, int end) {
-    const Pages pages = pages_of(args, locate(args));
-    bool missing = false;
-    for (int n = pages.size.divide(first) + lane_index(); n * static_cast<int64>(pages.size.value) < end; n += WARP) {
-        missing |= !pages.exists(pages.number(n));
-    }
-    return !any(missing);
-}
-
-// Writes a row of out and lse.
-__device__ __forceinline__ void store(const Args& args, const Mask& mask, const Paged& place, int row, Part& part) {
-    char* out = const_cast<char*>(place.row(args.out, args.out_strides, row));
-    const int64 head = static_cast<int64>(place.sequence) * args.heads + place.head_of(row), i = place.query(row);
-    char* lse = args.lse + (head * args.queries + i) * sizeof(float);
-    const float inverse = part.row.inverse_sum();
-    float finite = 0.0f;
-#pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-#pragma unroll
-        for (int e = 0; e < QUAD; ++e) {
-            float& x = part.out[p].values[e];
-            x *= inverse;
-            finite += x - x;
-        }
-    }
-    if (args.lse != nullptr && lane_index() == 0) store_global(lse, part.row.lse());
-    const bool suspect = any((finite != 0.0f && is_finite(inverse)) || part.row.too_coarse());
-    if (suspect && exist(args, mask.first_key(i), mask.end_key(i))) {
-        careful_decode(args, row, out, lse, mask.first_key(i), mask.end_key(i));
-        return;
-    }
-#pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-        const float(&x)[QUAD] = part.out[p].values;
-        const Vector8 packed = {{cvt_pair(Element{}, x[0], x[1]), cvt_pair(Element{}, x[2], x[3])}};
-        const int column = column_of(p);
-        if (args.out_vectors) {
-            if (column < args.value_dim) store_global(out + 2 * column, packed);
-        } else {
-#pragma unroll
-            for (int e = 0; e < QUAD; ++e) {
-                const Element element{static_cast<unsigned short>(packed.words[e / 2] >> e % 2 * 16)};
-                if (column + e < args.value_dim) store_global(out + 2 * (column + e), element);
-            }
-        }
-    }
-}
-
-// A row of the block's part goes to global memory.
-__device__ __forceinline__ void store_part(char* row, const Part& part) {
-#pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-        if (column_of(p) < VALUE_DIM) store_global(row + column_of(p) * sizeof(float), part.out[p]);
-    }
-    if (lane_index() == 0) store_global(row + VALUE_DIM * sizeof(float), part.row);
-}
-
-// Says that this block's part is stored; true for the block that comes last, for whom all parts are there.
-__device__ __forceinline__ bool arrive(char* arrived, int splits, uint32 last) {
-    sync_threads();
-    if (fresh_thread_index() == 0) {
-        const bool mine = atomic_add_acq_rel(arrived, 1) == splits - 1;
-        if (mine) store_global(arrived, 0);  // for the next launch
-        store_shared(last, static_cast<int>(mine));
-    }
-    sync_threads();
-    return load_shared<int>(last);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_decode(const __grid_constant__ Args args) {
@@ -507,102 +111,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
     load_queries(args, place, work, shared);
     cp_async_commit_group();
 
-    // Tile n of the warp goes through stage n % STAGES. Every step commits a group, be there something in it or not.
-    const Lane lane;
-    const char* keys = args.k + place.key_head * args.k_strides.head + lane.chunk * CHUNK;
-    const char* values = args.v + place.key_head * args.v_strides.head + lane.chunk * CHUNK;
-    bool missing = refused(args, place);
-    auto tile_of = [&](int n) { return work.first_tile + warp_index() + n * WARPS; };
-    auto load_keys = [&](int tile, int stage, const RowPages& from) {
-        if (tile < work.end_tile) {
-            copy_rows<HEAD_DIM>(ring + stage * STAGE_BYTES, keys, args.k_strides, pages, from, lane, tile,
-                                args.head_dim);
-        }
-        cp_async_commit_group();
-    };
-    auto load_values = [&](int tile, int stage, const RowPages& from) {
-        if (tile < work.end_tile) {
-            copy_rows<VALUE_DIM>(ring + stage * STAGE_BYTES + KEY_BYTES, values, args.v_strides, pages, from, lane,
-                                 tile, args.value_dim);
-        }
-        cp_async_commit_group();
-    };
-    RowPages first[STAGES];
-#pragma unroll
-    for (int n = 0; n < STAGES; ++n) first[n] = look_up(pages, work, lane, tile_of(n));
-    RowPages next = look_up(pages, work, lane, tile_of(STAGES));
-#pragma unroll
-    for (int n = 0; n < STAGES; ++n) {
-        check(first[n], pages, work, lane, tile_of(n), missing);
-        load_keys(tile_of(n), n, first[n]);
-        if (n < STAGES - 1) load_values(tile_of(n), n, first[n]);
-    }
-    RowPages from = first[STAGES - 1];  // of what was copied last
-    cp_async_wait_group<2 * STAGES - 1>();
-    sync_threads();  // the rows of q are here
-
     const uint32 lane_q = lane_of_a<HEAD_DIM>(), lane_k = lane_of_b<HEAD_DIM>(), lane_v = lane_of_a<VALUE_DIM>();
     auto load_query = [&](uint32(&a)[4], int block, int step) {
         ldmatrix_x4(a, shared + QueryTile::step(lane_q, 16 * block, 2 * step));
     };
+    Scores scores;
     Out out = {};
     Rows rows;
-    clear(rows);
-
-    int stage = 0, before = STAGES - 1;  // of this tile and of the one before
-#pragma unroll 1
-    for (int tile = tile_of(0); tile < work.end_tile; tile += WARPS) {
-        cp_async_wait_group<2 * STAGES - 2>();
-        sync_warp();  // the keys are here for all lanes, and all have left the values before
-        load_values(tile + (STAGES - 1) * WARPS, before, from);
-
-        const int key = tile * TILE_K;
-        Scores scores;
-        multiply_transposed<Element, BLOCKS, TILE_K / 8, HEAD_DIM / 16, HEAD_DIM>(scores, load_query,
-                                                                            ring + stage * STAGE_BYTES, lane_k);
+    auto begin = [&] {
+        sync_threads();  // the rows of q are here
+        clear(rows);
+    };
+    auto with_keys = [&](int key, uint32 stage) {
+        multiply_transposed<Element, BLOCKS, TILE_K / 8, HEAD_DIM / 16, HEAD_DIM>(scores, load_query, stage, lane_k);
         if (key < work.all_first || key + TILE_K > work.all_end) hide(scores, mask, place, work.first_row, key);
-
-        cp_async_wait_group<2 * STAGES - 2>();
-        sync_warp();  // the values are here, and all have left the keys
-        from = next;
-        check(from, pages, work, lane, tile + STAGES * WARPS, missing);
-        load_keys(tile + STAGES * WARPS, stage, from);
-        next = look_up(pages, work, lane, tile + (STAGES + 1) * WARPS);
-
+    };
+    auto with_values = [&](uint32 stage) {
         raise(rows, out, scores, score);
-        accumulate(rows, out, scores, score, ring + stage * STAGE_BYTES + KEY_BYTES, lane_v);
-        before = stage;
-        stage = stage + 1 < STAGES ? stage + 1 : 0;
-    }
+        accumulate(rows, out, scores, score, stage + KEY_BYTES, lane_v);
+    };
+    const bool missing = stream<1>(args, place, work, pages, ring, NoScales{}, begin, with_keys, with_values);
 
-    missing = any(missing);
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            rows[block][half].finish<4>();
-            if (missing) rows[block][half].sum = INFINITE - INFINITE;  // NaN, and so is all that it becomes part of
-        }
-    }
-    sync_warp();
-    leave(out, rows, ring, shared + ROWS_START + warp_index() * TILE_Q * sizeof(SoftmaxRow<float>));
-    sync_threads();
-    for (int r = warp_index(); r < work.rows; r += WARPS) {
-        Part part = sum_of_warps(shared, r);
-        if (work.splits == 1) {
-            store(args, mask, place, work.first_row + r, part);
-        } else {
-            store_part(part_row(args, place, place.split, r), part);
-        }
-    }
-    if (work.splits == 1) return;
-
-    char* arrived = args.arrived + tile_index(args, place) * sizeof(int);
-    if (!arrive(arrived, work.splits, shared + LAST_START)) return;
-    for (int r = warp_index(); r < work.rows; r += WARPS) {
-        Part part = sum_of_splits(args, place, work.splits, r);
-        store(args, mask, place, work.first_row + r, part);
-    }
+    auto round = [](float low, float high) { return cvt_pair(Element{}, low, high); };
+    auto careful = [&](int row, char* to, char* lse, int first, int end) {
+        careful_decode(args, row, to, lse, first, end);
+    };
+    join(
+        args, place, work, shared, rows, missing, [&](uint32 to, uint32 row) { leave(out, rows, to, row); },
+        [&](int r, Part& part) { store(args, mask, place, work.first_row + r, part, round, careful); });
 }
 
 }  // namespace cuflash

@@ -224,7 +224,7 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
                 int quad = find_first_set(suspects[block][half]) / 4;
                 suspects[block][half] &= ~(0xfu << (4 * quad));
                 int r = 16 * block + 8 * half + quad, i = place.query(warp_row + r);
-                careful_row(args, place.row(args.q, args.q_strides, warp_row + r),
+                careful_row<Element>(args, place.row(args.q, args.q_strides, warp_row + r),
                             args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group),
                             args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group),
                             out_row(r), lse_of(r), mask.first_key(i), mask.end_key(i));

@@ -449,7 +449,7 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
     for (int r = 0; r < 16; ++r) {
         if ((suspects[r / 8] >> (r % 8 * 4) & 0xf) == 0) continue;
         const int row = first_row + r, i = query_of(row, args.pack), key_head = work.head / args.group;
-        careful_row(args, row_of(args, args.q, args.q_strides, work, row),
+        careful_row<Element>(args, row_of(args, args.q, args.q_strides, work, row),
                     args.k + args.k_strides.offset(work.batch0, work.batch1, key_head),
                     args.v + args.v_strides.offset(work.batch0, work.batch1, key_head),
                     row_of(args, args.out, args.out_strides, work, row), lse_of(args, work, row), mask.first_key(i),

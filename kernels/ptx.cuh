@@ -146,6 +146,13 @@ __device__ __forceinline__ void cp_async_16(uint32 shared, const char* global, b
                  "r"(static_cast<uint32>(read))
                  : "memory");
 }
+// The same of 4 bytes.
+__device__ __forceinline__ void cp_async_4(uint32 shared, const char* global, bool read) {
+    asm volatile("{\n.reg .pred ignore;\nsetp.eq.u32 ignore, %2, 0;\n"
+                 "cp.async.ca.shared.global [%0], [%1], 4, ignore;\n}" ::"r"(shared), "l"(global),
+                 "r"(static_cast<uint32>(read))
+                 : "memory");
+}
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait_group() {
@@ -192,6 +199,29 @@ __device__ __forceinline__ uint32 cvt_pair(BFloat16, float low, float high) {
     uint32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
+}
+
+// prmt: four of the eight bytes of a (0 to 3) and b (4 to 7), as the digits of the selector say, the lowest first.
+__device__ __forceinline__ uint32 byte_permute(uint32 a, uint32 b, uint32 selector) { return __byte_perm(a, b, selector); }
+// Two float16 elements at a time, subnormals too.
+__device__ __forceinline__ uint32 add_pair(uint32 a, uint32 b) {
+    uint32 sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+}
+__device__ __forceinline__ uint32 multiply_pair(uint32 a, uint32 b) {
+    uint32 product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+// cvt: the two E4M3 numbers in a half of a register, the low one or the high one, to two of float16; sm_89 and newer.
+template <int HALF>
+__device__ __forceinline__ uint32 cvt_pair_of_e4m3(uint32 pairs) {
+    uint32 made;
+    asm("{\n.reg .b16 half<2>;\nmov.b32 {half0, half1}, %1;\ncvt.rn.f16x2.e4m3x2 %0, half%2;\n}"
+        : "=r"(made)
+        : "r"(pairs), "n"(HALF));
+    return made;
 }
 
 // mma.m16n8k16: d += a b, and d = a b. With g = lane / 4 and t = lane % 4, d holds (row g; columns 2t, 2t + 1), then
@@ -248,6 +278,7 @@ __device__ __forceinline__ double multiply(double a, double b) { return __dmul_r
 __device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }
 __device__ __forceinline__ int maximum(int a, int b) { return max(a, b); }
+__device__ __forceinline__ float minimum(float a, float b) { return fminf(a, b); }
 
 // The upper half of a product of 64 bits.
 __device__ __forceinline__ uint32 multiply_high(uint32 a, uint32 b) { return __umulhi(a, b); }

@@ -230,6 +230,37 @@ def test_without_room():
     assert bounds.worst(results, wanted) == np.inf
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kv_format", ["int8", "e4m3"])
+@pytest.mark.parametrize("axis", [-1, (0, 2, 3)], ids=["slots", "heads"])
+def test_decode_from_8_bits_has_teeth(dtype, kv_format, axis):
+    rng = np.random.default_rng(0)
+    shapes = (2, 4, 1, 64), (2, 2, 40, 64), (2, 2, 40, 64)
+    q, *others = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in shapes)
+    (k, k_scale), (v, v_scale) = (cuflash.quantize(x, kv_format, axis=axis) for x in others)
+    given = {"k_scale": k_scale, "v_scale": v_scale, "kv_format": kv_format}
+    wanted = bounds.decode(q, k, v, path=f"portable {dtype}", **given)
+
+    def worst(**changes):
+        keywords = given | changes
+        out, lse = reference.decode(q, keywords.pop("k", k), keywords.pop("v", v), **keywords)
+        return bounds.worst((out.astype(q.dtype), lse.astype(np.float32)), wanted)
+
+    assert 0.05 < worst() <= 1
+    one_off = v.copy()
+    one_off[..., 0] += 4  # of 256: the codes of an element in each row
+    for changes in (
+        {"lengths": np.array([40, 39])},
+        {"k_scale": k_scale * np.float32(1.01)},
+        {"v_scale": v_scale * np.float32(1.03)},
+        {"k_scale": np.roll(k_scale, 1, axis=-1)},
+        {"v_scale": np.roll(v_scale, 1, axis=-1)},
+        {"v": one_off},
+        {"k": -1 - k if kv_format == "int8" else k ^ np.uint8(0x80)},
+    ):
+        assert worst(**changes) > 1, changes.keys()
+
+
 @pytest.mark.filterwarnings("error")
 def test_comparison():
     exact, bound = np.array([1.0, -np.inf, np.inf, np.nan, 2.0]), np.array([0.5, 0, 0, 0, np.inf])

@@ -215,6 +215,143 @@ def test_a_visible_nan_is_seen(engine):
     assert np.isnan(out[0, :2, 0]).sum() == 2 and np.isnan(out[0, 2:]).all() and np.isnan(lse[0, 2:]).all()
 
 
+# 8-bit caches -----------------------------------------------------------------------------------------------------
+
+CODES = np.arange(256, dtype=np.uint8)
+FORMATS = {"int8": CODES.view(np.int8), "e4m3": CODES}
+
+
+def meaning(kv_format):
+    """What the codes of a format stand for."""
+    return reference.dequantised(FORMATS[kv_format], kv_format=kv_format)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_element_of_a_format_comes_out(engine, kv_format, dtype):
+    """A sequence of one key has its value as out, and as lse its score."""
+    codes = engine.xp.asarray(FORMATS[kv_format])
+    ones = engine.xp.asarray(np.ones((256, 1, 1, 1), DTYPES[dtype]))
+    k = codes[:, None, None, None]
+    v = engine.xp.broadcast_to(codes, (256, 1, 1, 256))
+    out, lse = (reference.double(x) for x in close(engine, ones, k, v, scale=1, kv_format=kv_format))
+    wanted, nan = meaning(kv_format), np.isnan(meaning(kv_format))
+    assert np.isnan(out[nan]).all() and np.array_equal(out[~nan, 0, 0], np.tile(wanted, (256, 1))[~nan], equal_nan=True)
+    assert np.isnan(lse[nan]).all() and (np.abs(lse[~nan, 0, 0] - wanted[~nan]) <= 1e-4).all()
+
+
+def quantised(engine, kv_format, scales=("slot", "slot"), dtype="bfloat16", **changes):
+    """q and caches of two sequences, and the keywords that go with them."""
+    recipe = CacheRecipe(
+        lengths=(300, 77), heads=4, key_heads=2, head_dim=64, value_dim=64, dtype=dtype, kv_format=kv_format,
+        k_scale=scales[0], v_scale=scales[1], **changes,
+    )  # fmt: skip
+    *arrays, tables = recipe.arrays(engine.xp)
+    return arrays, tables | recipe.keywords
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("k_scale", [None, "head", "slot"])
+@pytest.mark.parametrize("v_scale", [None, "head", "slot"])
+def test_scales(engine, kv_format, k_scale, v_scale):
+    for dtype in ("float16", "bfloat16"):
+        for size in (None, 16, 5):
+            recipe = CacheRecipe(
+                lengths=(100, 33), page_size=size, heads=4, key_heads=2, queries=2, head_dim=32, value_dim=48,
+                dtype=dtype, kv_format=kv_format, k_scale=k_scale, v_scale=v_scale, splits=2, planted=True,
+            )  # fmt: skip
+            hold(engine, testing.check_decode_bound, recipe)
+            hold(engine, testing.check_decode_hidden_keys, recipe)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e-6, 1e6, 1e12, 1e30])
+def test_scales_of_any_size(engine, size):
+    """Those of some slots, or of all."""
+    arrays, keywords = quantised(engine, "int8")
+    for name in ("k_scale", "v_scale"):
+        for place in ((0, slice(None), slice(100, 180, 3)), Ellipsis):
+            scales = reference.host(keywords[name])[place] * np.float32(size)
+            more = {"scale": 1e-2 / size} if name == "k_scale" and place is Ellipsis else {}
+            with np.errstate(over="ignore"):
+                close(engine, *arrays, **(keywords | {name: changed(engine, keywords[name], place, scales)} | more))
+
+
+def test_a_visible_scale_that_is_nan_is_seen(engine):
+    arrays, keywords = quantised(engine, "int8")
+    for name in ("k_scale", "v_scale"):
+        scales = changed(engine, keywords[name], (0, 0, 200), np.nan)
+        out, lse = (reference.double(x) for x in close(engine, *arrays, **(keywords | {name: scales})))
+        assert np.isnan(out[0, :2]).all() and np.isfinite(out[0, 2:]).all() and np.isfinite(out[1]).all()
+        assert np.isnan(lse[0, :2]).all() == (name == "k_scale")
+
+
+@pytest.mark.parametrize("dtype, sizes", [("bfloat16", (1e-30, 1e-3, 1e4, 1e30)), ("float16", (1e-6, 1e3))])
+def test_queries_of_any_size(engine, dtype, sizes):
+    """Rows of bfloat16 that float16 does not hold, and elements of unlike sizes in one."""
+    (q, k, v), keywords = quantised(engine, "int8", dtype=dtype)
+    for size in sizes:
+        rows = reference.double(q) * size
+        rows[:, 1, :, ::2] *= 1e-4
+        rows[:, 2] = 0
+        rows = engine.xp.asarray(rows.astype(DTYPES[dtype]))
+        close(engine, rows, k, v, **(keywords | {"scale": min(0.1 / size, 1e28)}))
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_huge_scores_of_8_bits(engine, kv_format):
+    arrays, keywords = quantised(engine, kv_format)
+    close(engine, *arrays, **(keywords | {"scale": 1e8}), splits=2)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_quantize_takes_the_nearest(engine, kv_format, dtype):
+    (x,) = draw(engine, (2, 3, 40, 24), dtype=dtype)
+    x = changed(engine, changed(engine, x, (0, 1, 3), 0), (1, 0, 0), 1e3)
+    values = meaning(kv_format)
+    values = values[~np.isnan(values) & (values > -128)] if kv_format == "int8" else values[~np.isnan(values)]
+    for axis, shape in ((-1, (2, 3, 40)), ((0, 2, 3), (3,)), ((3, 2), (2, 3))):
+        elements, scales = cuflash.quantize(x, kv_format, axis=axis)
+        assert scales.shape == shape and scales.dtype == np.float32 and elements.dtype == FORMATS[kv_format].dtype
+        one = np.expand_dims(reference.double(scales), axis)
+        exact, given = reference.dequantised(reference.host(elements), kv_format=kv_format), reference.double(x)
+        nearest = np.abs(given[..., None] / one[..., None] - values).min(-1)
+        assert (np.abs(given / one - exact) <= nearest + 1e-4).all()
+        assert (np.abs(exact).max(axis) == (127 if kv_format == "int8" else 448)).sum() == (given != 0).any(axis).sum()
+
+
+def test_quantize_of_little(engine):
+    empty = engine.xp.zeros((2, 0, 8), np.float32)
+    for kv_format in FORMATS:
+        for axis, shape in ((-1, (2, 0)), ((0, 1, 2), ()), (1, (2, 8))):
+            elements, scales = cuflash.quantize(empty, kv_format, axis=axis)
+            assert elements.shape == (2, 0, 8) and scales.shape == shape and (reference.host(scales) == 1).all()
+        nan = changed(engine, engine.xp.ones((1, 8), np.float32), (0, 3), np.nan)
+        elements, scales = cuflash.quantize(nan, kv_format)
+        assert np.isnan(reference.double(scales)).all()
+
+
+@pytest.mark.parametrize(
+    "arguments, keywords, error, words",
+    [
+        ((np.zeros((2, 8)), "fp8"), {}, ValueError, "quantize: kv_format is 'fp8'; wanted 'int8' or 'e4m3'"),
+        ((np.zeros((2, 8), int), "int8"), {}, TypeError, "quantize: x has dtype int64; wanted one of"),
+        (([1.0], "int8"), {}, TypeError, "quantize: x is a list; wanted"),
+        ((np.zeros((2, 8)), "int8"), {"axis": 2}, ValueError, "quantize: axis is 2; wanted one or more of x's axes"),
+        ((np.zeros((2, 8)), "int8"), {"axis": (1, -1)}, ValueError, r"quantize: axis is \(1, -1\); wanted one or more"),
+    ],
+)
+def test_quantize_says_what_is_wrong(engine, arguments, keywords, error, words):
+    with pytest.raises(error, match=words):
+        cuflash.quantize(*arguments, **keywords)
+
+
+def test_int8_is_the_default_of_its_dtype(engine):
+    arrays, keywords = quantised(engine, "int8", ("head", None))
+    results = [cuflash.decode(*arrays, return_lse=True, **(keywords | {"kv_format": f})) for f in (None, "int8")]
+    assert same(*results)
+
+
 # Appends ----------------------------------------------------------------------------------------------------------
 
 

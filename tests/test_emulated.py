@@ -8,6 +8,7 @@ import os
 import pytest
 
 from cuflash import testing
+from cuflash._dtypes import FORMATS
 
 fuzz = pytest.importorskip("emulator.fuzz")
 
@@ -25,7 +26,9 @@ CASES = [  # check, dtype, dims, engine, examples: more than 300 for each kernel
     *(("check_bound", dtype, dims, "portable", 6) for dtype, dims in WIDE.items()),
     *((check.__name__, dtype, None, "sm90", 15) for check in testing.forward_checks for dtype in DTYPES[:2]),
     *((check.__name__, dtype, None, "portable", 50) for check in testing.decode_checks for dtype in DTYPES[:2]),
+    *((check.__name__, kind, None, "portable", 50) for check in testing.decode_checks for kind in FORMATS),
     *(("check_decode_bound", DTYPES[n % 2], dims, "portable", 4) for n, dims in enumerate(DECODE)),
+    *(("check_decode_bound", kind, dims, "portable", 4) for kind in FORMATS for dims in DECODE[::3]),
     *(("check_bound", "bfloat16", dims, "sm90", 3) for dims in ((100, 40), (128, 128), (180, 128), (256, 256))),
     *((check.__name__, dtype, (200, 256), "sm90", 26) for check in testing.gradient_checks for dtype in DTYPES[:2]),
     *(

@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cuflash import _plan, testing
+
 SEEDS = range(8)
 
 
@@ -126,6 +128,27 @@ def test_floats_to_16_bits(probe):
             assert (result == wanted)[~nan].all() and (result[nan] == 0x7FFF).all()
 
 
+def test_e4m3_becomes_float16(probe):
+    got, again = probe("floats_of_e4m3", np.zeros(1, np.uint8), np.float16, 1024).reshape(2, 256, 2)
+    assert np.array_equal(got.view(np.uint16), again.view(np.uint16))
+    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float16)
+    for result, wanted in zip(got.T, (codes[::-1], codes), strict=True):
+        assert np.array_equal(result, wanted, equal_nan=True)
+        assert (np.signbit(result) == np.signbit(wanted))[~np.isnan(wanted)].all()
+
+
+def test_pairs_of_halves_are_added_and_multiplied(probe):
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((4096, 2, 2)) * 2.0 ** rng.integers(-20, 12, (4096, 2, 2))).astype(np.float16)
+    got = probe("pairs_of_halves", x, np.float16, 4 * 4096).reshape(4096, 2, 2)
+    with np.errstate(over="ignore"):
+        assert np.array_equal(got[:, 0], x[:, 0] + x[:, 1]) and np.array_equal(got[:, 1], x[:, 0] * x[:, 1])
+
+
+def test_bytes_are_permuted(probe):
+    assert probe("permuted_bytes", np.uint32([0x33221100, 0x77665544]), np.uint32, 1)[0] == 0x77225500
+
+
 def test_exponential_and_logarithm(probe):
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(4096) * 2.0 ** rng.integers(-10, 8, 4096)).astype(np.float32)
@@ -147,9 +170,9 @@ def test_exponential_and_logarithm(probe):
 
 def test_arithmetic(probe):
     a, b, c = np.float32([1 + 2**-12, -1 - 2**-12, 1])
-    fused, apart, inverse, most, size = probe("arithmetic", np.array([a, b, c]), np.float32, 5)
+    fused, apart, inverse, most, least, size = probe("arithmetic", np.array([a, b, c]), np.float32, 6)
     assert fused == np.float32(float(a) * float(b) + float(c)) and apart == a * b + c and fused != apart
-    assert (inverse, most, size) == (np.float32(1) / a, a, -b)
+    assert (inverse, most, least, size) == (np.float32(1) / a, a, b, -b)
 
 
 def test_float32_subnormal_numbers_are_flushed(probe):
@@ -163,10 +186,11 @@ def test_float32_subnormal_numbers_are_flushed(probe):
 
 def test_copies_fill_with_zeros(probe):
     data = np.random.default_rng(0).integers(1, 255, (32, 16)).astype(np.uint8)
-    got = probe("copies", data, np.uint8, 1024).reshape(2, 32, 16)
+    got = probe("copies", data, np.uint8, 1536).reshape(3, 32, 16)
     lane, byte = np.arange(32)[:, None], np.arange(16)
     assert (got[0] == np.where(byte < lane % 17, data, 0)).all()
     assert (got[1] == np.where(lane % 2 == 0, data, 0)).all()
+    assert (got[2] == np.where(byte // 4 % 2 == 0, data, 0)).all()
 
 
 def test_older_group_is_here(probe):
@@ -249,3 +273,21 @@ def test_blocks_wait_for_each_other(probe, seed):
 
 def test_a_seed_decides_everything(probe):
     assert len({tuple(probe("tickets", size=9, grid=8, seed=5)) for _ in range(5)}) == 1
+
+
+# Of other devices -----------------------------------------------------------------------------------------------
+
+
+def test_e4m3_is_read_by_bits_where_no_instruction_reads_it(emulator):
+    for limits in (_plan.KNOWN[8, 0], _plan.KNOWN[8, 9]):
+        device = emulator.Emulator(limits=limits)
+        for seed in range(3):
+            recipe = testing.CacheRecipe(
+                lengths=(70, 256), heads=2, head_dim=40, value_dim=50, kv_format="e4m3", v_scale="slot", seed=seed
+            )
+            testing.check_decode_bound(device.decode, recipe, path="portable float16")
+        codes = np.arange(256, dtype=np.uint8)
+        q, k = np.zeros((2, 1, 1, 1), np.float16), np.zeros((2, 1, 1, 1), np.uint8)
+        out = device.decode(q, k, np.stack([codes, codes[::-1]])[:, None, None], kv_format="e4m3")[:, 0, 0]
+        wanted = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float16)
+        assert np.array_equal(out, [wanted, wanted[::-1]], equal_nan=True)

@@ -342,10 +342,16 @@ def decoded(problem, arrays, **keywords):
 def assert_decoded(problem, results, lengths=None):
     values = problem.values()
     meant = problem.meant(values) | ({} if lengths is None else {"lengths": np.array(lengths)})
-    assert bounds.worst(results, bounds.decode(*values, path=f"portable {problem.dtype}", **meant)) <= 1
+    assert bounds.worst(results, bounds.decode(*values[:3], path=f"portable {problem.dtype}", **meant)) <= 1
 
 
-@pytest.mark.parametrize("changes", [{}, {"page_size": None}, {"queries": 3, "splits": 7}, {"batch_invariant": True}])
+SLOTS = {"kv_format": "int8", "k_scale": "slot", "v_scale": "slot"}
+HEADS = {"kv_format": "e4m3", "k_scale": "head", "v_scale": "head"}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"page_size": None}, {"queries": 3, "splits": 7}, {"batch_invariant": True}, SLOTS, HEADS]
+)
 def test_decode_in_a_graph_follows_lengths_and_pages(changes):
     """Both are read anew at each replay, and counters are as the launch before has left them."""
     problem = cache(lengths=(3000, 3000, 3000, 3000), dtype="bfloat16", **changes)
@@ -361,7 +367,9 @@ def test_decode_in_a_graph_follows_lengths_and_pages(changes):
             arrays[3]["lengths"][...] = cupy.asarray(np.array(lengths, np.int32))
             if "page_table" in arrays[3] and lengths[0] == 5:  # all pages elsewhere
                 order = cupy.asarray(np.random.default_rng(1).permutation(len(arrays[1])))
-                arrays[1][...], arrays[2][...] = arrays[1][order], arrays[2][order]
+                slots = (x for name, x in arrays[3].items() if name.endswith("scale") and x.ndim > 1)
+                for x in (*arrays[1:3], *slots):
+                    x[...] = x[order]
                 arrays[3]["page_table"][...] = cupy.argsort(order)[arrays[3]["page_table"]]
             for x in results:
                 x[...] = cupy.full_like(x, np.nan)
@@ -439,8 +447,9 @@ def test_appends_beyond_32_bits():
     cupy.get_default_memory_pool().free_all_blocks()
 
 
-def test_decode_on_several_streams_and_threads(spin):
-    problem = cache(splits=20)
+@pytest.mark.parametrize("changes", [{}, SLOTS])
+def test_decode_on_several_streams_and_threads(spin, changes):
+    problem = cache(splits=20, **changes)
     arrays = problem.arrays(cupy)
     expected = decoded(problem, arrays)
     cupy.cuda.Device().synchronize()
@@ -492,6 +501,23 @@ def test_decode_of_more_than_65536_sequences():
             assert bounds.worst((out[part], lse[part]), exact) <= 1
 
 
+@pytest.mark.parametrize("kv_format", ["int8", "e4m3"])
+@pytest.mark.parametrize("scales", [None, "head", "slot"])
+def test_8_bit_caches_of_all_kinds(kv_format, scales):
+    """Drawn problems of every padded size, many splits and one, pages and none."""
+    for n in range(60):
+        dims = ((64, 64), (128, 128), (256, 256), (40, 33), (100, 120), (200, 130))[n % 6]
+        problem = cache(
+            lengths=(1 + 37 * n, 3000, 0, 700), dtype=("float16", "bfloat16")[n // 6 % 2], kv_format=kv_format,
+            k_scale=scales, v_scale=scales, page_size=(None, 16, 7, 1, 64)[n % 5], queries=(1, 1, 2, 5)[n % 4],
+            head_dim=dims[0], value_dim=dims[1], splits=(None, 1, 9)[n % 3], seed=n, planted=n % 2 == 1,
+        )  # fmt: skip
+        arrays = problem.arrays(cupy)
+        results = decoded(problem, arrays)
+        assert_decoded(problem, results)
+        assert_same(results, decoded(problem, arrays))
+
+
 def test_pages_beyond_32_bits():
     """Pages whose offset passes 2^31 elements, and bytes."""
     free = cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
@@ -519,18 +545,22 @@ def test_pages_beyond_32_bits():
     cupy.get_default_memory_pool().free_all_blocks()
 
 
+@pytest.mark.parametrize("changes", [{}, SLOTS, HEADS], ids=["16 bits", "int8", "e4m3"])
 @pytest.mark.parametrize("batch, key_heads, length", [(1, 8, 70_000), (64, 8, 2000), (3, 32, 5000)])
-def test_decode_of_long_caches(batch, key_heads, length):
+def test_decode_of_long_caches(batch, key_heads, length, changes):
     """Splits as the plan has them; lengths that differ."""
     lengths = tuple(int(n) for n in np.random.default_rng(0).integers(1, length, batch - 1)) + (length,)
-    problem = cache(lengths=lengths, heads=32, key_heads=key_heads, head_dim=128, value_dim=128, dtype="bfloat16")
+    sizes = {"heads": 32, "key_heads": key_heads, "head_dim": 128, "value_dim": 128}
+    problem = cache(lengths=lengths, dtype="bfloat16", **sizes, **changes)
     arrays = problem.arrays(cupy)
     results = decoded(problem, arrays)
     assert_same(results, decoded(problem, arrays))
-    q, k, v = problem.values()
+    q, k, v, *scales = problem.values()
     for b in {0, batch - 1}:
         one = q[b : b + 1], k[b : b + 1], v[b : b + 1]
-        exact = bounds.decode(*one, path="portable bfloat16", lengths=np.array(lengths[b : b + 1]))
+        own = {name: x[b : b + 1] if x.ndim > 1 else x for each in scales for name, x in each.items()}
+        given = {"lengths": np.array(lengths[b : b + 1]), "kv_format": problem.kv_format} | own
+        exact = bounds.decode(*one, path="portable bfloat16", **given)
         assert bounds.worst([x[b : b + 1] for x in results], exact) <= 1
 
 

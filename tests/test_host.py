@@ -667,6 +667,9 @@ Q = x(3, 2, 1, 8)
 CACHED = [Q, CACHE, CACHE]
 LENGTHS = np.array([6, 0, 1])
 TABLE = np.zeros((3, 2), np.int32)
+INT8 = [Q.astype(np.float16), *[CACHE.astype(np.int8)] * 2]
+BYTES = [INT8[0], *[CACHE.astype(np.uint8)] * 2]
+HEADS, SLOTS = x(2), x(3, 2, 6)
 INTEGERS = np.zeros(3, np.int32)
 APPEND = words(lengths=LENGTHS, k_new=x(3, 2, 1, 8), v_new=x(3, 2, 1, 8))
 DECODE = [
@@ -735,6 +738,38 @@ DECODE = [
     (CACHED, words(out=x(8)), ValueError, "out has shape (8,); wanted (3, 2, 1, 8)"),
     (CACHED, words(out=x(3, 2, 1, 8, dtype=np.float16)), TypeError, "out has dtype float16; wanted float32"),
     (CACHED, words(out=CACHE[:, :, 2:3]), ValueError, "out shares memory with k_cache; wanted memory of its own"),
+    (CACHED, words(kv_format="fp8"), ValueError, "kv_format is 'fp8'; wanted None, 'int8' or 'e4m3'"),
+    (CACHED, words(kv_format=8), ValueError, "kv_format is 8; wanted None, 'int8' or 'e4m3'"),
+    (CACHED, words(kv_format="int8"), TypeError, "k_cache has dtype float32, kv_format is 'int8'; wanted int8"),
+    (INT8, words(kv_format="e4m3"), TypeError, "k_cache has dtype int8, kv_format is 'e4m3'; wanted uint8"),
+    (BYTES, words(kv_format="int8"), TypeError, "k_cache has dtype uint8, kv_format is 'int8'; wanted int8"),
+    (BYTES, {}, TypeError, "k_cache has dtype uint8, kv_format is None; wanted 'e4m3'"),
+    (
+        [CACHE[:, :, :1], *INT8[1:]], {}, TypeError,
+        "q has dtype float32; wanted float16 or bfloat16 beside 8-bit caches",
+    ),
+    ([*INT8[:2], BYTES[2]], {}, TypeError, "v_cache has dtype uint8, k_cache has int8; they must be equal"),
+    (
+        CACHED, words(v_scale=HEADS), ValueError,
+        "v_scale is given, k_cache has dtype float32; wanted scales of 8-bit caches alone",
+    ),
+    (
+        INT8, APPEND, ValueError, "k_new is given, k_cache has dtype int8; wanted caches of 16 bits or more",
+    ),
+    (INT8, words(k_scale=HEADS.astype(float)), TypeError, "k_scale has dtype float64; wanted float32"),
+    (INT8, words(v_scale=2.0), TypeError, f"v_scale is a float; wanted {ANY}"),
+    (
+        INT8, words(k_scale=HEADS[:1]), ValueError,
+        "k_scale has shape (1,); wanted (2,), one a key head, or (3, 2, 6), one a slot",
+    ),
+    (
+        INT8, words(v_scale=SLOTS[..., None]), ValueError,
+        "v_scale has shape (3, 2, 6, 1); wanted (2,), one a key head, or (3, 2, 6), one a slot",
+    ),
+    (
+        INT8, words(k_scale=DeviceArray(HEADS)), TypeError,
+        "q is a numpy array, k_scale a cupy one; they must be of one library",
+    ),
     (CACHED, words(scale=np.nan), ValueError, "scale is nan; wanted a finite number"),
     (CACHED, words(causal=2), ValueError, "causal is 2; wanted False, True, 'bottom-right' or 'top-left'"),
     (
@@ -1074,8 +1109,9 @@ def test_as_many_blocks_fit_a_multiprocessor_as_the_registers_leave_room_for(cap
 
 
 NO_TABLES = {
-    "lengths": None, "page_table": None, "k_new": None, "v_new": None, "rotary": None, "rotary_interleaved": False,
-    "overflow": None, "return_lse": True, "out": None, "engine": None,
+    "lengths": None, "page_table": None, "k_scale": None, "v_scale": None, "kv_format": None, "k_new": None,
+    "v_new": None, "rotary": None, "rotary_interleaved": False, "overflow": None, "return_lse": True, "out": None,
+    "engine": None,
 }  # fmt: skip
 
 
@@ -1093,13 +1129,14 @@ def test_every_plan_of_decode_asks_for_a_listed_variant(limits, recipe):
     problem = planned_problem(recipe)
     plan = _plan.plan(problem, limits)
     before = recipe.append or recipe.rotary
-    kernels = (["append"] if before else []) + ["decode"]
+    kernels = (["append"] if before else []) + ["decode_8bit" if recipe.kv_format else "decode"]
     assert plan.engine == "portable"
     assert [step.variant.kernel for step in plan.steps] == (kernels if recipe.lengths and recipe.queries else [])
     assert all(step.variant in _plan.variants(limits) for step in plan.steps)
     for step in plan.steps[-1:]:
         assert plan.variant == step.variant
         assert step.variant.head_dim >= recipe.head_dim and step.variant.value_dim >= recipe.value_dim
+        assert step.variant.element == recipe.kv_format or step.variant.element == recipe.dtype
         several = step.args["splits"] > 1
         made = ["out", "lse", *["totals"] * bool(before), *["rotated"] * bool(recipe.rotary)]
         assert [buffer.name for buffer in plan.buffers] == [*made, *["parts", "arrived"] * several]
@@ -1597,6 +1634,10 @@ def test_explain_says_what_would_run_and_why():
         assert plan.variant.kernel == "backward" and not written
     assert cuflash.explain("backward", QKV[0], *QKV, QKV[0], LSE).engine == "numpy"
     assert cuflash.explain("decode", Q, CACHE, CACHE, lengths=LENGTHS).engine == "numpy"
+    with pretended_gpu():
+        q, k, v = (DeviceArray(x) for x in BYTES)
+        plan = cuflash.explain("decode", q, k, v, kv_format="e4m3", k_scale=DeviceArray(HEADS))
+        assert plan.variant.name.startswith("decode_8bit_e4m3_d64_")
 
 
 # Results --------------------------------------------------------------------------------------------------------
@@ -1688,6 +1729,7 @@ EXAMPLES += [_plan.backward_variant("float16", 64, 64, HOPPER), _plan.hopper_bac
 EXAMPLES += [_plan.hopper_dq_variant("float16", 256)]
 EXAMPLES += [_plan.rows_variant("float16"), _plan.finish_variant("float16")]
 EXAMPLES += [_plan.append_variant("float16"), _plan.decode_variant("float16", 64, HOPPER)]
+EXAMPLES += [_plan.decode_8bit_variant("e4m3", 64, HOPPER)]
 EXAMPLES = list(dict.fromkeys(EXAMPLES))  # float32 and float64 have one kernel for all masks
 
 
@@ -1719,7 +1761,7 @@ def test_the_preamble_holds_constants_and_types_alone(variant):
     constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", variant.preamble()))
     owners = {
         "query_registers": "forward_sm90", "out_staged": "forward_sm90", "early": "forward_sm90",
-        "ordered": "backward backward_sm90", "vector_adds": "backward",
+        "ordered": "backward backward_sm90", "vector_adds": "backward", "converts": "decode_8bit",
     }  # fmt: skip
     numbers = {
         field.name: getattr(variant, field.name)
@@ -1751,7 +1793,8 @@ def test_args_lie_where_the_struct_puts_them(kernel):
     sizes = {"const char*": 8, "char*": 8, "int64": 8, "int": 4, "float": 4, "double": 8, "Strides": 32, "Schedule": 16}
     sizes |= {"TensorMap": 128, "uint32": 4, "Steps": 32}
     offset, widest, found = 0, 1, {}
-    file = file if "Args" in structs(file) else "backward_args.cuh"
+    shared = "split.cuh" if kernel.startswith("decode") else "backward_args.cuh"
+    file = file if "Args" in structs(file) else shared
     declarations = re.sub("//.*", "", structs(file)["Args"]).replace("char* ", "char *")
     for kind, names in re.findall(r"(const char|\w+) (.+?);", declarations):
         for name in names.split(", "):

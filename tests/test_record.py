@@ -25,7 +25,6 @@ import sanitize
 import timing
 
 from cuflash import _plan
-from cuflash._dtypes import ELEMENTS
 
 H200 = _plan.KNOWN[9, 0]
 VARIANTS = [variant for variant in _plan.variants(H200) if variant.head_dim in (32, 128) and variant.value_dim < 256]
@@ -335,7 +334,7 @@ def test_sanitizer_problems_reach_their_variants(h200):
         if variant.kernel in sanitize.AROUND:
             continue
         for *shapes, keywords in sanitize.problems_of(variant):
-            q, k, v = arrays = [np.empty(shape, ELEMENTS[variant.element].dtype) for shape in shapes]
+            q, k, v = arrays = sanitize.operands(variant, shapes, np.random.default_rng(0))
             if variant.backward:
                 out = np.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
                 arrays = out, q, k, v, out, np.empty(q.shape[:-1], np.float32)

@@ -192,6 +192,27 @@ def test_decode_is_forward_on_each_sequence():
         np.testing.assert_array_equal(one, other)
 
 
+def test_e4m3_is_what_its_bits_say():
+    codes = np.arange(256, dtype=np.uint8)
+    sign, exponent, significand = codes >> 7, codes >> 3 & 15, codes & 7
+    normal = (1 + significand / 8) * 2.0 ** (exponent.astype(int) - 7)
+    sizes = np.where(exponent == 0, significand / 8 * 2.0**-6, normal)
+    wanted = np.where(codes & 127 == 127, np.nan, np.where(sign, -sizes, sizes))
+    assert np.array_equal(reference.dequantised(codes, kv_format="e4m3"), wanted, equal_nan=True)
+
+
+def test_decode_of_8_bit_caches_is_that_of_what_they_stand_for():
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 4, 1, 8)).astype(np.float16)
+    k, v = (rng.integers(-128, 128, (3, 2, 5, 8)).astype(np.int8) for _ in range(2))
+    table, lengths = np.array([[2, 0], [1, 1]]), np.array([7, 5])
+    slots, heads = rng.random((3, 2, 5)).astype(np.float32), np.float32([0.5, -2])
+    given = {"lengths": lengths, "page_table": table}
+    wide = k * slots[..., None].astype(float), v * heads[:, None, None].astype(float)
+    results = reference.decode(q, k, v, k_scale=slots, v_scale=heads, **given), reference.decode(q, *wide, **given)
+    assert all(np.array_equal(x, y) for x, y in zip(*results, strict=True))
+
+
 def test_rotation_turns_by_its_angle():
     """As complex numbers, pairs are multiplied with e^(i angle)."""
     (x,), angles = draw((2, 5, 8)), np.arange(15.0).reshape(5, 3)

@@ -339,12 +339,12 @@ class Emulator:
             for step in self.plan(problem).steps:
                 self.build(step.variant)
 
-    def prepare_decode(self, q, k_cache, v_cache):
-        """Compile the kernels of a call of `decode`, which are the same for all keywords."""
+    def prepare_decode(self, q, k_cache, v_cache, kv_format=None):
+        """Compile the kernels of a call of `decode`, which are the same for all keywords but the format."""
         self.build(_plan.append_variant(q.dtype.name))
-        dim, _ = _plan.decode_dims(q.shape[-1], v_cache.shape[-1])
         rows = q.shape[1] // k_cache.shape[1] * q.shape[2]
-        self.build(_plan.decode_variant(q.dtype.name, dim, self.limits, rows))
+        dims = q.shape[-1], v_cache.shape[-1]
+        self.build(_plan.decode_variant_of(kv_format or q.dtype.name, *dims, self.limits, rows))
 
     def forward(self, q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, engine=None):
         """`cuflash.forward` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""
@@ -370,22 +370,22 @@ class Emulator:
         return _Backward(problem, self.plan(problem), Host(self))(arrays, tuple(grads or ()))
 
     def decode(
-        self, q, k_cache, v_cache, *, lengths=None, page_table=None, k_new=None, v_new=None, rotary=None,
-        rotary_interleaved=False, overflow=None, scale=None, causal=True, window=None, splits=None,
-        batch_invariant=False, return_lse=False, out=None, engine=None,
+        self, q, k_cache, v_cache, *, lengths=None, page_table=None, k_scale=None, v_scale=None, kv_format=None,
+        k_new=None, v_new=None, rotary=None, rotary_interleaved=False, overflow=None, scale=None, causal=True,
+        window=None, splits=None, batch_invariant=False, return_lse=False, out=None, engine=None,
     ):  # fmt: skip
         """`cuflash.decode` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""
         engine = None if engine == "emulated" else engine
         given = {
             "q": q, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths, "page_table": page_table,
-            "k_new": k_new, "v_new": v_new, "overflow": overflow,
+            "k_scale": k_scale, "v_scale": v_scale, "k_new": k_new, "v_new": v_new, "overflow": overflow,
         }  # fmt: skip
         given = {name: None if x is None else _problem.adopt("decode", name, x) for name, x in given.items()}
         with mock.patch.object(_problem, "_check_tables"):  # what a GPU holds the host does not look at
             problem = _problem.decode(
-                **given, rotary=rotary, rotary_interleaved=rotary_interleaved, scale=scale, causal=causal,
-                window=window, splits=splits, batch_invariant=batch_invariant, return_lse=return_lse, out=out,
-                engine=engine,
+                **given, rotary=rotary, rotary_interleaved=rotary_interleaved, kv_format=kv_format, scale=scale,
+                causal=causal, window=window, splits=splits, batch_invariant=batch_invariant, return_lse=return_lse,
+                out=out, engine=engine,
             )  # fmt: skip
         given |= {"k": given.pop("k_cache"), "v": given.pop("v_cache")}
         given |= dict(zip(("cos", "sin"), rotary or (None, None), strict=True))

@@ -166,8 +166,9 @@ struct States {
 struct AsyncCopy {
     Thread* thread;
     const char* global;
-    uint32_t shared, bytes;
+    uint32_t shared, bytes;  // bytes: that are read, of `size` that are written
     Site here;
+    uint32_t size = 16;
     void operator()() const;
 };
 
@@ -661,9 +662,9 @@ inline void check_global(const void* pointer, size_t bytes, size_t align, Access
 }
 
 inline void AsyncCopy::operator()() const {
-    char* target = end_async_write(shared, 16, *thread, *thread->block, here);
+    char* target = end_async_write(shared, size, *thread, *thread->block, here);
     std::memcpy(target, global, bytes);
-    std::memset(target + bytes, 0, 16 - bytes);
+    std::memset(target + bytes, 0, size - bytes);
 }
 
 // Running --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cuflash import testing
+from cuflash._dtypes import FORMATS
 
 from . import Emulator
 
@@ -21,7 +22,7 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=Tr
     check : str
         Name of one of `cuflash.testing.forward_checks`, `gradient_checks` or `decode_checks`.
     dtype : str
-        Of the problems.
+        Of the problems; or the format of 8-bit caches, whose queries are of either 16-bit dtype.
     dims : (head_dim, value_dim), optional
         By default they are drawn.
     engine : str
@@ -39,8 +40,11 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=Tr
         For the smallest problem found on which the check does not hold or a kernel breaks a rule.
     """
     check = getattr(testing, check)
-    problems = testing.caches if check in testing.decode_checks else testing.problems
-    recipes = problems(dtypes=[dtype], **strategy)
+    if check in testing.decode_checks:
+        kinds = {"dtypes": ["float16", "bfloat16"], "formats": [dtype]} if dtype in FORMATS else {"dtypes": [dtype]}
+        recipes = testing.caches(**({"formats": [None]} | kinds | strategy))
+    else:
+        recipes = testing.problems(dtypes=[dtype], **strategy)
     if dims is not None:
         recipes = recipes.map(lambda recipe: replace(recipe, head_dim=dims[0], value_dim=dims[1]))
 
@@ -53,7 +57,7 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=Tr
         emulator = Emulator(seed, engine=engine)
         more = {"gradients": emulator.backward} if check in testing.gradient_checks else {}
         function = emulator.decode if check in testing.decode_checks else emulator.forward
-        check(function, recipe, np, f"{engine} {dtype}", **more)
+        check(function, recipe, np, f"{engine} {recipe.dtype}", **more)
 
     holds()
 

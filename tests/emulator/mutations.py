@@ -31,6 +31,13 @@ def check_far_rows(attention, recipe, xp=np, path=None):
     )
 
 
+def check_faint_values(decode, recipe, xp=np, path=None):
+    """`testing.check_decode_bound` with scales of values so small that float16 does not hold a weight times one."""
+    q, k, v, scales = recipe.values()
+    values = q, k, v, scales | {"v_scale": scales["v_scale"] * np.float32(1e-7)}
+    testing.check_decode_bound(decode, recipe, path=path, values=values)
+
+
 def check_gradient_of_lse(attention, recipe, xp=np, path=None, gradients=None):
     """`testing.check_gradient_bound` with a gradient of lse."""
     arrays, dout = recipe.arrays(), recipe.dout()
@@ -141,7 +148,7 @@ class Mutation:
         emulator = self.emulator(overlay)
         if self.decode:
             q, k, v, _ = self.recipe.arrays()
-            emulator.prepare_decode(q, k, v)
+            emulator.prepare_decode(q, k, v, self.recipe.kv_format)
         else:
             emulator.prepare(*self.recipe.arrays(), backward=self.backward, **self.recipe.keywords)
 
@@ -230,6 +237,14 @@ FIRST_ROWS = replace(CACHE, queries=20, causal="top-left")
 BUSY = replace(CACHE, lengths=(290, 250, 70), heads=12, key_heads=4, queries=5)
 LONG_CACHE = replace(CACHE, lengths=(2000,), splits=1)  # rings that go round
 
+# The same from 8 bits: pages of no whole runs, of whole ones, and none; scales of slots and of heads.
+INT8 = replace(CACHE, dtype="bfloat16", kv_format="int8", k_scale="slot", v_scale="slot")
+HEAD_SCALES = replace(INT8, k_scale="head", v_scale="head", page_size=None)
+INT8_WINDOWED = replace(INT8, queries=20, causal=False, window=(40, 9))
+E4M3_WINDOWED = replace(INT8_WINDOWED, kv_format="e4m3")
+IN_RUNS = replace(INT8, page_size=16)
+IN_ONE_PIECE = replace(INT8, page_size=None, lengths=(283, 290))
+
 # Appends, over the edges of pages and in one piece. Seeds say what has no room: angles, a page, or lengths.
 APPEND = replace(CACHE, lengths=(29, 0, 22), queries=5, append=True)
 ROTARY = replace(APPEND, rotary=7, splits=1)
@@ -299,11 +314,11 @@ MUTATIONS = (
         )
     ),
     Mutation(
-        "sequence_without_room_answered", "decode.cu", "bool missing = refused(args, place);", "bool missing = false;",
+        "sequence_without_room_answered", "split.cuh", "bool missing = refused(args, place);", "bool missing = false;",
         NO_ROOM, testing.check_decode_overflow,
     ),
     *(
-        Mutation(name, "decode.cu", old, new, recipe, check)
+        Mutation(name, "split.cuh", old, new, recipe, check)
         for name, old, new, recipe, check in (
             (
                 "tile_dropped_at_the_end_of_a_split",
@@ -328,10 +343,6 @@ MUTATIONS = (
             (
                 "values_to_the_stage_in_use", "WARPS, before, from);", "WARPS, stage, from);",
                 LONG_CACHE, testing.check_decode_bound,
-            ),
-            (
-                "queries_not_waited_for", "sync_threads();  // the rows of q are here", "",
-                CACHE, testing.check_decode_bound,
             ),
             (
                 "lanes_not_waited_for_before_keys", "sync_warp();  // the keys are here for all lanes, and", "//",
@@ -380,6 +391,89 @@ MUTATIONS = (
             (
                 "mask_of_decode_one_key_too_far", "j >= first && j < end ?", "j >= first && j <= end ?",
                 WINDOWED, testing.check_decode_bound,
+            ),
+        )
+    ),
+    Mutation(
+        "queries_not_waited_for", "decode.cu", "sync_threads();  // the rows of q are here", "", CACHE,
+        testing.check_decode_bound,
+    ),
+    *(
+        Mutation(name, "decode_8bit.cu", old, new, recipe, check)
+        for name, old, new, recipe, check in (
+            (
+                "queries_of_8_bits_not_waited_for", "sync_threads();  // the rows of q are here", "",
+                INT8, testing.check_decode_bound,
+            ),
+            (
+                "queries_read_before_they_are_converted", "sync_threads();  // as they are to be", "",
+                INT8, testing.check_decode_bound,
+            ),
+            (
+                "power_of_a_thread_not_of_the_row",
+                "lanes < THREADS_OF_ROW; lanes *= 2) largest", "lanes < 1;) largest",
+                HEAD_SCALES, testing.check_decode_bound,
+            ),
+            (
+                "sign_of_a_scale_lost", "k_scale < 0.0f ? -1.0f", "k_scale < 0.0f ? 1.0f",
+                HEAD_SCALES, testing.check_decode_bound,
+            ),
+            (
+                "scale_of_values_left_out", "values[e] *= v_scale;", "values[e] *= 1.0f;",
+                HEAD_SCALES, testing.check_decode_bound,
+            ),
+            (
+                "scale_of_another_slot", "slot = key - pages.size.divide(key) * pages.size.value;", "slot = key % 7;",
+                INT8, testing.check_decode_bound,
+            ),
+            (
+                "scales_of_keys_for_those_of_values", "KEY_BYTES + VALUE_BYTES + SCALE_BYTES, n)",
+                "KEY_BYTES + VALUE_BYTES, n)", INT8, testing.check_decode_bound,
+            ),
+            (
+                "scales_read_of_pages_that_are_none", "pages.exists(rows.page[n]));", "true);",
+                INT8, testing.check_decode_bound,
+            ),
+            (
+                "scores_hidden_before_they_are_scaled", "if (args.k_slots) scale_scores(",
+                "if (key >= work.all_first && args.k_slots) scale_scores(", INT8_WINDOWED, testing.check_decode_bound,
+            ),
+            (
+                "reference_does_not_follow_the_scales", "log2_of_scale(pair.low), log2_of_scale(pair.high)", "0, 0",
+                INT8, check_faint_values,
+            ),
+            (
+                "columns_of_out_in_the_order_of_tiles", "even[2 * half], odd[2 * half], even[2 * half + 1], odd",
+                "even[2 * half], even[2 * half + 1], odd[2 * half], odd", INT8, testing.check_decode_bound,
+            ),
+            (
+                "column_of_q_out_of_place", "x[4 * w + 2 + half]", "x[4 * w + 3 - half]",
+                INT8, testing.check_decode_bound,
+            ),
+            (
+                "weights_of_the_other_keys", "[n % 2 * 2 + half] = cvt_pair", "[half * 2 + n % 2] = cvt_pair",
+                INT8, testing.check_decode_bound,
+            ),
+            (
+                "careful_path_without_scales", "load_global<Element>(row + d)) * scale;",
+                "load_global<Element>(row + d));", E4M3_WINDOWED, testing.check_decode_hidden_keys,
+            ),
+        )
+    ),
+    *(
+        Mutation(name, file, old, new, recipe, testing.check_decode_bound)
+        for name, file, old, new, recipe in (
+            ("negative_integers_off", "eight_bit.cuh", "FROM = 0x64806480", "FROM = 0x64006400", INT8),
+            ("odd_bytes_are_the_even_ones", "eight_bit.cuh", "word >> 8 & BYTES", "word & BYTES", INT8),
+            ("bytes_of_e4m3_not_sorted", "eight_bit.cuh", "0x3120", "0x3210", E4M3_WINDOWED),
+            (
+                "keys_read_beyond_a_length", "split.cuh", "read = read && key >= work.first_key && key < work.end_key;",
+                "read = read && key >= work.first_key;", IN_ONE_PIECE,
+            ),
+            ("rows_of_a_run_all_the_first", "split.cuh", "address += lane.ROW_STEP * strides.row;", "", IN_RUNS),
+            (
+                "pages_of_a_run_looked_up_at_its_neighbour", "split.cuh", "tile * TILE_K + n * RUN;",
+                "tile * TILE_K + (n ^ 1) * RUN;", IN_RUNS,
             ),
         )
     ),

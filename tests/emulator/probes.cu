@@ -98,6 +98,22 @@ PROBE(pairs_of_floats) {
         output(args, 2 * n + 1, cvt_pair(BFloat16{}, low, high));
     }
 }
+PROBE(floats_of_e4m3) {
+    for (int n = thread_index(); n < 256; n += WARP) {
+        output(args, n, cvt_pair_of_e4m3<0>(n << 8 | (255 - n)));
+        output(args, 256 + n, cvt_pair_of_e4m3<1>(n << 24 | (255 - n) << 16));
+    }
+}
+PROBE(pairs_of_halves) {
+    for (int n = thread_index(); n < 4096; n += WARP) {
+        const uint32 a = input<uint32>(args, 2 * n), b = input<uint32>(args, 2 * n + 1);
+        output(args, 2 * n, add_pair(a, b));
+        output(args, 2 * n + 1, multiply_pair(a, b));
+    }
+}
+PROBE(permuted_bytes) {
+    if (thread_index() == 0) output(args, 0, byte_permute(input<uint32>(args, 0), input<uint32>(args, 1), 0x7250));
+}
 PROBE(exponentials) {
     for (int n = thread_index(); n < 4096; n += WARP) {
         output(args, 2 * n, ex2_approx(input<float>(args, n)));
@@ -107,8 +123,9 @@ PROBE(exponentials) {
 PROBE(arithmetic) {
     const float a = input<float>(args, 0), b = input<float>(args, 1), c = input<float>(args, 2);
     if (thread_index() != 0) return;
-    const float results[] = {fused_multiply_add(a, b, c), multiply(a, b) + c, reciprocal(a), maximum(a, b), absolute(b)};
-    for (int n = 0; n < 5; ++n) output(args, n, results[n]);
+    const float results[] = {fused_multiply_add(a, b, c), multiply(a, b) + c, reciprocal(a),
+                             maximum(a, b), minimum(a, b), absolute(b)};
+    for (int n = 0; n < 6; ++n) output(args, n, results[n]);
 }
 PROBE(subnormal_numbers) {
     if (thread_index() == 0) output(args, 0, multiply(input<float>(args, 0), input<float>(args, 1)));
@@ -120,10 +137,12 @@ PROBE(copies) {  // lane l copies l % 17 bytes
     const uint32 to = shared_memory() + lane_index() * 16;
     cp_async_16(to, args.in + lane_index() * 16, lane_index() % 17);
     cp_async_16(to + 512, args.in + lane_index() * 16, lane_index() % 2 == 0);
+    for (int n = 0; n < 4; ++n) cp_async_4(to + 1024 + 4 * n, args.in + lane_index() * 16 + 4 * n, n % 2 == 0);
     cp_async_commit_group();
     cp_async_wait_group<0>();
     output(args, lane_index(), load_shared<Vector16>(to));
     output(args, WARP + lane_index(), load_shared<Vector16>(to + 512));
+    output(args, 2 * WARP + lane_index(), load_shared<Vector16>(to + 1024));
 }
 PROBE(copy_of_the_older_group) {
     const uint32 to = shared_memory() + lane_index() * 32;

@@ -144,6 +144,12 @@ inline void cp_async_16(uint32 shared, const char* global, int bytes, Site here 
 inline void cp_async_16(uint32 shared, const char* global, bool read, Site here = HERE) {
     cp_async_16(shared, global, read ? 16 : 0, here);
 }
+inline void cp_async_4(uint32 shared, const char* global, bool read, Site here = HERE) {
+    if (read) emulator::check_global(global, 4, 4, emulator::READS, here);
+    emulator::Thread& thread = emulator::thread();
+    emulator::begin_async_write(shared, 4, 4, thread, *thread.block, here);
+    thread.copies.add({&thread, global, shared, read ? 4u : 0u, here, 4});
+}
 inline void cp_async_commit_group() { emulator::thread().copies.commit(); }
 template <int PENDING>
 void cp_async_wait_group() {
@@ -197,6 +203,32 @@ inline uint32 cvt_pair(Float16, float low, float high) {
 }
 inline uint32 cvt_pair(BFloat16, float low, float high) {
     return emulator::bfloat_of_float(low) | static_cast<uint32>(emulator::bfloat_of_float(high)) << 16;
+}
+
+inline uint32 byte_permute(uint32 a, uint32 b, uint32 selector) {
+    const uint64 bytes = static_cast<uint64>(b) << 32 | a;
+    uint32 chosen = 0;
+    for (int n = 0; n < 4; ++n) {
+        chosen |= static_cast<uint32>(bytes >> 8 * (selector >> 4 * n & 7) & 0xff) << 8 * n;
+    }
+    return chosen;
+}
+template <typename Of>
+uint32 each_half(uint32 a, uint32 b, Of of) {
+    uint32 pair = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const float x = emulator::float_of_half(static_cast<uint16_t>(a >> shift));
+        const float y = emulator::float_of_half(static_cast<uint16_t>(b >> shift));
+        pair |= static_cast<uint32>(emulator::half_of_float(of(x, y))) << shift;
+    }
+    return pair;
+}
+inline uint32 add_pair(uint32 a, uint32 b) { return each_half(a, b, [](float x, float y) { return x + y; }); }
+inline uint32 multiply_pair(uint32 a, uint32 b) { return each_half(a, b, [](float x, float y) { return x * y; }); }
+template <int HALF>
+uint32 cvt_pair_of_e4m3(uint32 pairs) {
+    const uint32 pair = pairs >> 16 * HALF;
+    return emulator::half_of_e4m3(pair & 0xff) | static_cast<uint32>(emulator::half_of_e4m3(pair >> 8 & 0xff)) << 16;
 }
 
 // d += a b, 16 x 8 += 16 x 16 times 16 x 8: exact products, added one by one to the accumulator in float32, in the order of
@@ -265,6 +297,7 @@ inline double multiply(double a, double b) { return a * b; }
 inline float maximum(float a, float b) { return std::fmax(a, b); }
 inline double maximum(double a, double b) { return std::fmax(a, b); }
 inline int maximum(int a, int b) { return std::max(a, b); }
+inline float minimum(float a, float b) { return std::fmin(a, b); }
 
 inline uint32 multiply_high(uint32 a, uint32 b) { return static_cast<uint32>(static_cast<uint64>(a) * b >> 32); }
 inline float absolute(float x) { return std::fabs(x); }
