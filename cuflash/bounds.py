@@ -15,11 +15,12 @@ them and cuts what is aligned away (Fasi et al., *Numerical behavior of NVIDIA t
 the largest for each, and 2^-23 of the sum, so D terms cost less than D roundings of u = 2^-23. Times scale: ``a_j``.
 
 **Split numbers.** On a GPU a float32 x is the sum of three bfloat16, each the rounding of what is left: ``|x_1| <= 2^-8
-|x|``, ``|x_2| <= 2^-17 |x|``, and nothing is left but what is below 2^-126, where bfloat16 ends. Of the nine products of
-parts the six largest are made, exactly, and ``x_1 y_2 + x_2 y_1 + x_2 y_2``, below 2^-24 |x y|, are left out. ``x_0 y_0``
-have a sum of their own: eight at a time cost eight cuts of 2^-24, one of the sum so far, and 2^-23, so D of them 0.7 D
-roundings of u = 2^-23. The other five, together below 2^-6.9 |x y|, have another: 5 D roundings, of so much less, 0.05
-D. Adding the two rounds once more, and what is left out is half of a u: x is 2. Each of the six may be flushed.
+|x|``, ``|x_2| <= 2^-17 |x|``, and nothing is left but what is below 2^-126, where bfloat16 ends. Of the nine products
+of parts the six largest are made, exactly, and ``x_1 y_2 + x_2 y_1 + x_2 y_2``, below 2^-24 |x y|, are left out. ``x_0
+y_0`` have a sum of their own: eight at a time cost eight cuts of 2^-24, one of the sum so far, and 2^-23, so D of them
+0.7 D roundings of u = 2^-23. The other five, together below 2^-6.9 |x y|, have another: 5 D roundings, of so much less,
+0.05 D. What is left out costs half of a u, adding the two sums another half: x is 2, which covers what is more than D
+for few terms. Each of the six products may be flushed.
 
 **Weights.** A weight is ``2^(c x_j - r)``, x_j the dot product, ``c = scale log2 e``, r the row's reference. Any r
 serves, since out and lse share it; it lags the largest score so far by at most ``lag`` (8 in units of log2). When it
@@ -56,10 +57,11 @@ which adds to the error of its score. The bound is infinite where a rotated numb
 **Sums.** Where weights meet v in 16 bits, each errs by ``u_p`` of itself, and in float16 by 2^-25 of the row's
 reference if it underflows. Summing n products errs by ``gamma(n u + R_j u)``, summing the weights themselves by the
 like with the depth of their sum instead of n. Where the terms of a tile are summed before they join the others, n is no
-more than the longest tile has, and each tile costs a rounding more, and the first and the last one between them: tensor
-cores cut, and what a long sum cuts off adds up. Split weights and values err by ``u_p = 2^-24``. These meet ``p_j |v_j|`` and ``p_j |out|``: nothing cancels. Whatever
-the weights, out lies in the hull of the v_j, which bounds the error where T_j is no use. Division and its factor cost
-``2 u``, the format of the output its roundoff; numbers below the smallest normal one may be flushed to 0.
+more than the longest tile has, and each tile costs a rounding more: tensor cores cut, and what a long sum cuts off adds
+up. Products of split weights and values err by ``u_p = 2^-24``. These meet ``p_j |v_j|`` and ``p_j |out|``: nothing
+cancels. Whatever the weights, out lies in the hull of the v_j, which bounds the error where T_j is no use. Division and
+its factor cost ``2 u``, the format of the output its roundoff; numbers below the smallest normal one may be flushed to
+0.
 
 **lse** is ``(r + log2 sum) log 2``. It takes ``sum T_j``, the error of c, now in full: ``2 u |s_j|``, that of the sum
 of weights, of the logarithm, and four roundings of itself.

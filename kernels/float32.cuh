@@ -35,11 +35,13 @@ __device__ __forceinline__ void split(uint32 (&parts)[PARTS], float low, float h
     }
 }
 
-// sum += the product of part I of a, 16 x 16, and part J of b, 16 x 8, whose registers are those from `at` on; or, if
-// `first`, = instead.
+using Parts = uint32[PARTS][4];  // registers of an operand of 16 x 16, for each part
+
+// sum += the product of part I of a, 16 x 16, and part J of b, 16 x 8, whose registers begin at `at`; or, if `first`,
+// = instead.
 template <int I, int J>
-__device__ __forceinline__ void multiply_parts(float (&sum)[4], const uint32 (&a)[PARTS][4], const uint32 (&b)[PARTS][4],
-                                               int at, bool first) {
+__device__ __forceinline__ void multiply_parts(float (&sum)[4], const Parts& a, const Parts& b, int at,
+                                               bool first) {
     if (first) {
         mma_m16n8k16_first(BFloat16{}, sum, a[I], b[J][at], b[J][at + 1]);
     } else {
@@ -47,16 +49,16 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[4], const uint32 (&a
     }
 }
 // The same of the five small products, least first.
-__device__ __forceinline__ void multiply_small(float (&sum)[4], const uint32 (&a)[PARTS][4], const uint32 (&b)[PARTS][4],
-                                               int at, bool first) {
+__device__ __forceinline__ void multiply_small(float (&sum)[4], const Parts& a, const Parts& b, int at,
+                                               bool first) {
     multiply_parts<0, 2>(sum, a, b, at, first);
     multiply_parts<2, 0>(sum, a, b, at, false);
     multiply_parts<1, 1>(sum, a, b, at, false);
     multiply_parts<0, 1>(sum, a, b, at, false);
     multiply_parts<1, 0>(sum, a, b, at, false);
 }
-__device__ __forceinline__ void multiply_large(float (&sum)[4], const uint32 (&a)[PARTS][4], const uint32 (&b)[PARTS][4],
-                                               int at, bool first) {
+__device__ __forceinline__ void multiply_large(float (&sum)[4], const Parts& a, const Parts& b, int at,
+                                               bool first) {
     multiply_parts<0, 0>(sum, a, b, at, first);
 }
 

@@ -96,14 +96,14 @@ __device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, ui
     for (int span = 0; span < 2 * columns; span += Shape::SPAN) {
 #pragma unroll
         for (int step = 0; step < Shape::SPAN / 32; ++step) {
-            uint32 a[PARTS][4];
+            Parts a;
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
                 ldmatrix_x4(a[p], queries + span + p * QueryTile::PART_BYTES + Shape::step(lane_q, 0, 2 * step));
             }
 #pragma unroll
             for (int n = 0; n < TILE_K / 8; n += 2) {
-                uint32 b[PARTS][4];
+                Parts b;
 #pragma unroll
                 for (int p = 0; p < PARTS; ++p) {
                     ldmatrix_x4(b[p], keys + span + p * KeyTile::PART_BYTES + Shape::step(lane_k, 8 * n, 2 * step));
@@ -165,12 +165,12 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
     }
 }
 
-// out += exp(scores - reference) v, of its first `columns`. The weights of the tile are summed by themselves too, before
-// they join the others.
+// out += exp(scores - reference) v, of its first `columns`. The weights of the tile are summed by themselves too,
+// before they join the others.
 __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& scores, const Scaled& score,
                                            uint32 values, uint32 lane, int columns) {
     constexpr bool ONE_STEP = TILE_K == 16;  // all small products come before all large ones: one sum will do
-    uint32 weights[TILE_K / 16][PARTS][4];
+    Parts weights[TILE_K / 16];
     float sums[2] = {};
 #pragma unroll
     for (int step = 0; step < TILE_K / 16; ++step) {
@@ -195,7 +195,7 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
         float small[2][4], large[2][4];
 #pragma unroll
         for (int step = 0; step < TILE_K / 16; ++step) {
-            uint32 b[PARTS][4];
+            Parts b;
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
                 ldmatrix_x4_trans(b[p], values + p * ValueTile::PART_BYTES + Tile<VALUE_DIM>::step(lane, 16 * step, n));
@@ -214,8 +214,8 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
     }
 }
 
-// Writes the warp's rows of out and lse. A quad of threads writes 32 neighbouring bytes, a whole sector, at once; lse is
-// written by one thread of each.
+// Writes the warp's rows of out and lse. A quad of threads writes 32 neighbouring bytes, a whole sector, at once; lse
+// is written by one thread of each.
 __device__ __forceinline__ void store(const Args& args, const Mask& mask, const Out& out, Rows& rows) {
     const int lane = lane_index();
     const Dense place = locate(args);  // again, rather than in registers all along
@@ -242,7 +242,8 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
             const int d = column_of(lane, n, 0);
             if (!inside || d >= args.value_dim) continue;
             if (args.out_vectors) {
-                store_global(to + d * sizeof(float), Vector8{{__builtin_bit_cast(uint32, low), __builtin_bit_cast(uint32, high)}});
+                const Vector8 pair{{__builtin_bit_cast(uint32, low), __builtin_bit_cast(uint32, high)}};
+                store_global(to + d * sizeof(float), pair);
             } else {
                 store_global(to + d * sizeof(float), low);
                 if (d + 1 < args.value_dim) store_global(to + (d + 1) * sizeof(float), high);
@@ -370,7 +371,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         multiply_keys(scores, warp_shared, lane_q, shared + KEY_START, lane_k, args.head_dim);
         {
             const Facts facts = load_shared<Facts>(facts_shared());
-            if (key < facts.all_first || key + TILE_K > facts.all_end) hide(scores, mask, args.pack, facts.warp_row, key);
+            const bool all = key >= facts.all_first && key + TILE_K <= facts.all_end;
+            if (!all) hide(scores, mask, args.pack, facts.warp_row, key);
         }
         raise(rows, out, scores, score);
         values.store(shared + VALUE_START);

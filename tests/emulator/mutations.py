@@ -584,16 +584,19 @@ MUTATIONS = (
         "small_products_with_values_forgotten", "forward_f32.cu", "large[m][e] + small[m][e];", "large[m][e];", FLOAT32,
     ),
     Mutation(
-        "second_part_not_taken_off", "float32.cuh", "low -= to_float(BFloat16{static_cast<unsigned short>(parts[p - 1])});",
+        "second_part_not_taken_off", "float32.cuh",
+        "low -= to_float(BFloat16{static_cast<unsigned short>(parts[p - 1])});",
         "low -= to_float(BFloat16{static_cast<unsigned short>(parts[0])});", ALIKE, check_split_products,
     ),
     Mutation(
-        "largest_number_rounded_to_infinity", "float32.cuh", "LIMIT ? cvt_pair(BFloat16{}, limited(low), limited(high)) :",
-        "LIMIT ? cvt_pair(BFloat16{}, low, high) :", FLOAT32, check_hidden_largest,
+        "largest_number_rounded_to_infinity", "float32.cuh",
+        "cvt_pair(BFloat16{}, limited(low), limited(high)) :", "cvt_pair(BFloat16{}, low, high) :", FLOAT32,
+        check_hidden_largest,
     ),
     Mutation("halves_of_a_chunk_swapped", "float32.cuh", "quad % 2 * 8;", "(quad + 1) % 2 * 8;", FLOAT32),
     Mutation(
-        "end_of_a_row_overrun", "float32.cuh", "inside && e < left ? load", "inside ? load", replace(FLOAT32, value_dim=23),
+        "end_of_a_row_overrun", "float32.cuh", "inside && e < left ? load", "inside ? load",
+        replace(FLOAT32, value_dim=23),
     ),
     Mutation(
         "float32_tail_keys_not_zeroed", "float32.cuh", "r >= first && r < end);", "r >= first);", FLOAT32,
@@ -612,7 +615,9 @@ MUTATIONS = (
     ),
     Mutation("float32_sum_of_half_the_quad", "forward_f32.cu", "row.finish<4>();", "row.finish<2>();", FLOAT32),
     Mutation("float32_rescale_left_out", "forward_f32.cu", "if (!any(moved)) return;", "return;", STEEP32),
-    Mutation("float32_mask_one_key_too_far", "forward_f32.cu", "j >= first && j < end", "j >= first && j <= end", FLOAT32),
+    Mutation(
+        "float32_mask_one_key_too_far", "forward_f32.cu", "j >= first && j < end", "j >= first && j <= end", FLOAT32,
+    ),
     Mutation(
         "float32_hidden_values_not_noticed", "forward_f32.cu", "ballot(inside && (", "ballot(false && (", FLOAT32,
         testing.check_hidden_keys_may_hold_anything,
