@@ -20,7 +20,7 @@ constexpr int PARTS = 3;
 // leaves NaN in its last part, NaN in its second: neither goes through a product unnoticed.
 __device__ __forceinline__ float limited(float x) {
     constexpr float LARGEST = __builtin_bit_cast(float, 0x7f7f0000);
-    return maximum(-LARGEST, -maximum(-LARGEST, -x));
+    return minimum(maximum(x, -LARGEST), LARGEST);
 }
 
 // The parts of two neighbours, each pair in a register. LIMIT: whether they may be beyond bfloat16.
