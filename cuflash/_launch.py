@@ -344,7 +344,8 @@ class _Gpu:
             packed = bytearray(self.pointers.size) + rest
             for (field, tensor), pointer in zip(step.tensor_maps.items(), key, strict=True):
                 start = step.variant.args.fields[field][1]
-                encoded = self.backend.tensor_map(pointer, self.itemsize, tensor.dims, tensor.strides, tensor.box)
+                itemsize = tensor.itemsize or self.itemsize
+                encoded = self.backend.tensor_map(pointer, itemsize, tensor.dims, tensor.strides, tensor.box)
                 packed[start : start + len(encoded)] = encoded
             maps = kept[key] = bytes(packed[self.pointers.size :])
         return maps
@@ -375,9 +376,10 @@ class _GpuForward(_Gpu):
 
     def __init__(self, problem, plan, backend=None):
         self.ticket = any(buffer.zeroed for buffer in plan.buffers)
-        super().__init__(problem, plan, "q k v out lse ticket" if self.ticket else "q k v out lse", backend)
+        pointers = " ".join(("q k v out lse", *(buffer.name for buffer in plan.buffers[2:])))
+        super().__init__(problem, plan, pointers, backend)
         self.return_lse = problem.return_lse
-        self.out, self.lse = map(_Allocation, plan.buffers[:2])
+        self.out, self.lse, *self.parts = (_Allocation(buffer) for buffer in plan.buffers if not buffer.zeroed)
         if self.ticket:
             self.backend.counters(self.device, 1)  # so that there are some
 
@@ -394,12 +396,14 @@ class _GpuForward(_Gpu):
         pointers = [0 if x is None else x.data.ptr for x in (q, k, v, written, lse)]
         if self.ticket:
             pointers.append(self.backend.counters(self.device, 1))
+        parts = [allocation(self.empty) for allocation in self.parts]
+        pointers += [x.data.ptr for x in parts]
         self._launch(pointers)
         if written is not result:
             target = result if out is None else _problem.canonical(out, self.problem.batch)
             target[...] = written[..., : target.shape[-1]]
-        if copies and self.backend.is_capturing():
-            _kept.append((q, k, v, written))
+        if (copies or parts) and self.backend.is_capturing():
+            _kept.append((q, k, v, written, parts))
         out = _visible(result, self.problem) if out is None else out
         return (out, _visible(lse, self.problem)) if self.return_lse else out
 

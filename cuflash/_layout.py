@@ -43,6 +43,7 @@ class TensorMap:
     dims: tuple
     strides: tuple  # of all axes but the first
     box: tuple
+    itemsize: int | None = None  # of an element, where it is not one of the problem's dtype
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,9 @@ def variants(limits):
             }  # fmt: skip
             found |= {hopper_backward_variant(dtype, dim): None for dim in HOPPER_BACKWARD_TILES}
             found |= {hopper_dq_variant(dtype, dim): None for dim in HOPPER_DQ_TILES}
+    if not_hopper(limits) is None:
+        for dim in HOPPER_FLOAT32_TILES:
+            found |= {parts_variant(dim): None, hopper_float32_variant(dim): None}
     found |= {decode_8bit_variant(kind, dim, limits): None for kind in FORMATS for dim in DECODE_8BIT_TILES}
     return tuple(found)
 
@@ -228,6 +231,32 @@ def hopper_variant(dtype, mask, head_dim, value_dim, keys=0):
         "forward_sm90", dtype, mask, *dims, tile_q, tile_k, 4 * (1 + consumers), 1, 2, shared,
         query_registers, out_staged, early,
     )  # fmt: skip
+
+
+# The same in float32, for head dims padded alike: tile_q, tile_k, stages. Three parts of more columns have no room.
+HOPPER_FLOAT32_TILES = {64: (128, 64, 2), 128: (128, 64, 1)}
+FEWEST_FLOAT32_COLUMNS = 33  # below, the portable engine pads to 32, half as much
+
+
+def hopper_float32_dims(head_dim, value_dim):
+    """Head dims as the sm90 engine compiles them for float32: alike."""
+    dim = next(dim for dim in HOPPER_FLOAT32_TILES if max(head_dim, value_dim) <= dim)
+    return dim, dim
+
+
+def hopper_float32_variant(dim):
+    """The sm90 engine's forward kernel of float32 for a padded head dim, of v too: one for all masks."""
+    tile_q, tile_k, stages = HOPPER_FLOAT32_TILES[dim]
+    consumers, panels = tile_q // 64, dim // 64
+    shared = 6 * dim * (tile_q + 2 * stages * tile_k)  # three parts of q, keys and values
+    shared += 8 * (consumers + 2 * stages * (3 + panels))  # barriers
+    warps = 4 * (1 + consumers)
+    return Variant("forward_f32_sm90", "float32", "window", dim, dim, tile_q, tile_k, warps, 1, stages, shared)
+
+
+def parts_variant(dim):
+    """The step before it, which splits q, k and v: 64 rows a block."""
+    return Variant("forward_parts", "float32", "window", dim, dim, 64, 64, 8, 4, 1, 0)
 
 
 # Tiles of decode, by the padded head dim: tile_k, warps, stages; the first that fit shared memory are taken. Two blocks
@@ -317,7 +346,7 @@ def plan(problem, limits):
             f"wanted float16 or bfloat16, or NumPy arrays"
         )
     portable, hopper = {
-        "forward": (_portable_forward, _hopper_forward),
+        "forward": (_portable_forward, _hopper_float32 if problem.dtype == "float32" else _hopper_forward),
         "backward": (_portable_backward, _hopper_backward),
         "decode": (_portable_decode, None),
     }[problem.function]
@@ -344,8 +373,13 @@ def _not_for_hopper(problem):
     """Why the sm90 engine does not take a problem, or None."""
     if problem.function == "decode":
         return "decode waits for memory, which wgmma makes no faster"
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"wgmma has no {problem.dtype}"
+    widest = max(problem.head_dim, problem.value_dim)
+    if problem.dtype == "float64":
+        return "wgmma has no float64"
+    if problem.dtype == "float32" and widest > max(HOPPER_FLOAT32_TILES):
+        return "three parts of more than 128 columns do not fit its shared memory"
+    if problem.dtype == "float32" and widest < FEWEST_FLOAT32_COLUMNS:
+        return "it pads to 64 columns, the portable engine to 32"
     if 0 in (problem.keys, problem.value_dim):
         return "a tensor map has no empty axis"
     tiles = problem.queries * problem.heads * math.prod(problem.batch)
@@ -456,6 +490,43 @@ def _hopper_forward(problem, limits, reason):
     args |= {"blocks": blocks, "rows": _whole_rows(pack), "out_boxes": int("out_map" in maps)}
     step = Step(variant, min(blocks, limits.processors), 32 * variant.warps, variant.shared_bytes, args, maps)
     return Plan("sm90", reason, copies, (*buffers, Buffer("ticket", (1,), "int32", (), zeroed=True)), (step,))
+
+
+def _hopper_float32(problem, limits, reason):
+    """Launches: parts of q, k and v; out and lse."""
+    dim, _ = hopper_float32_dims(problem.head_dim, problem.value_dim)
+    variant, splitter = hopper_float32_variant(dim), parts_variant(dim)
+    pack = _pack(problem, lambda pack: variant.tile_q)
+    args, operands, _, copies, buffers = _forward(problem, pack, variant.tile_q, 16)
+    tiles, _, heads = args["schedule"]
+    if tiles * heads == 0:
+        return Plan("sm90", reason, (), buffers)
+    args["out_vectors"] = int(_layout.in_chunks(operands["out"], ELEMENTS[problem.dtype].itemsize))
+    rows = {"q": (heads, problem.queries * pack)}
+    rows |= dict.fromkeys("kv", (math.prod(problem.batch) * problem.key_heads, problem.keys))
+    parts, maps, blocks = [], {}, {}
+    for name, (heads_here, rows_here) in rows.items():
+        pitch = 2 * dim
+        strides = pitch, pitch * rows_here, pitch * rows_here * heads_here
+        parts.append(Buffer(f"{name}_parts", (3, heads_here, rows_here, dim), "bfloat16", (0, 1, 2)))
+        dims = (dim, rows_here, heads_here, 3, 1)
+        maps[f"{name}_map"] = _layout.TensorMap(f"{name}_parts", dims, (*strides, 16), (64, 64, 1, 1, 1), itemsize=2)
+        blocks[name] = heads_here * -(-rows_here // splitter.tile_q)
+    split = {"query_blocks": blocks["q"], "key_blocks": blocks["k"]}
+    shared = {name: value for name, value in args.items() if name != "out_vectors"}
+    steps = [Step(splitter, sum(blocks.values()), 32 * splitter.warps, 0, shared | split)]
+    steps += (
+        Step(
+            variant,
+            grid=min(tiles * heads - first, LARGEST_GRID),
+            threads=32 * variant.warps,
+            shared_bytes=variant.shared_bytes,
+            args=args | {"first_block": first},
+            tensor_maps=maps,
+        )
+        for first in range(0, tiles * heads, LARGEST_GRID)
+    )
+    return Plan("sm90", reason, copies, (*buffers, *parts), tuple(steps))
 
 
 def _forward(problem, pack, tile_q, chunk, key_box=None):

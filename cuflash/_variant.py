@@ -20,6 +20,7 @@ _STEPS = np.dtype([(name, np.int64) for name in ("batch", "head", "row", "column
 _SCHEDULE = np.dtype([("tiles", np.int32), ("section", np.int32), ("heads", np.int64)])
 _TENSOR_MAP = np.dtype("V128")
 
+PARTS_POINTERS = "q k v out lse q_parts k_parts v_parts"
 DECODE_POINTERS = "q k v out lse lengths page_table k_scale v_scale parts arrived"
 APPEND_POINTERS = "q k_new v_new k v rotated cos sin lengths page_table totals overflow"
 
@@ -117,6 +118,11 @@ _OFFSET_OF = """\
 KERNELS = {
     "forward": ("forward.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
     "forward_f32": ("forward_f32.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
+    "forward_parts": ("forward_parts.cu", _args(np.float32, PARTS_POINTERS, wide="query_blocks key_blocks")),
+    "forward_f32_sm90": (
+        "forward_f32_sm90.cu",
+        _args(np.float32, PARTS_POINTERS, "q_map k_map v_map", wide="first_block", sizes="out_vectors"),
+    ),
     "forward_fma": ("forward_fma.cu", _args(np.float64, wide="first_block", sizes="out_vectors")),
     "forward_sm90": (
         "forward_sm90.cu",
@@ -136,10 +142,11 @@ KERNELS = {
 }
 
 
-# Fields that kernels of run-time sizes leave aside.
+# Constants that kernels leave aside.
 _UNUSED = {
     "append": ("head_dim", "value_dim", "tile_q", "tile_k", "stages", "shared_bytes"),
     "backward_rows": ("head_dim", "value_dim", "tile_k"),
+    "forward_parts": ("last_first",),
     "backward_finish": ("tile_k",),
 }
 
@@ -201,7 +208,8 @@ class Variant:
             for field in fields(self)
             if field.type is int and self._has(field)
         )
-        last_first = "" if not self.forward else "constexpr bool LAST_FIRST = {};  // long rows of tiles first\n"
+        ordered = self.forward and "last_first" not in _UNUSED.get(self.kernel, ())
+        last_first = "" if not ordered else "constexpr bool LAST_FIRST = {};  // long rows of tiles first\n"
         last_first = last_first.format("false" if self.mask == "full" else "true")
         offsets = "".join(
             f'    static_assert(OFFSET_OF(A, {name}) == {offset}, "Args.{name}: not where Python puts it");\n'
@@ -251,10 +259,12 @@ class Variant:
         """The products of a warpgroup of the sizes in use."""
         sizes = {
             "forward_sm90": (self.tile_k, self.value_dim),
+            "forward_f32_sm90": (64,),
             "backward_sm90": (self.tile_q, self.head_dim, 64),  # the last: columns of a consumer's part of dq
             "backward_dq_sm90": (self.tile_k, self.head_dim),
         }
-        return wgmma(self.element, sizes[self.kernel]) if self.hopper else ""
+        element = "bfloat16" if self.element == "float32" else self.element  # of which a float32 has three
+        return wgmma(element, sizes[self.kernel]) if self.hopper else ""
 
     def text(self, overlay=None):
         """The whole text to compile. Files in the folder ``overlay`` take the place of those of the same name."""

@@ -207,6 +207,7 @@ def _paths():
             paths[f"sm90 {dtype}"] = Path(**gpu)
         if dtype == "float32":  # split; the parts of a product may be flushed, each by itself
             gpu |= {"u_sum": 2.0**-23, "u_weight": 2.0**-24, "product": 2, "block": 32, "tiny": 8 * base["tiny"]}
+            paths["sm90 float32"] = Path(**gpu | {"block": 64})
         paths[f"portable {dtype}"] = Path(**gpu)
     return paths
 

@@ -19,13 +19,12 @@
 //
 // What limits speed: the tensor cores, six products for one. mma.sync reaches some 60 % of the H200's 990 TFLOP/s, so
 // that 100 are the most there can be.
-#include "careful.cuh"
+#include "float32.cuh"
+#include "float32_rows.cuh"
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
 #include "score.cuh"
-#include "softmax.cuh"
-#include "float32.cuh"
 #include "tile.cuh"
 
 namespace cuflash {
@@ -78,13 +77,6 @@ __device__ __forceinline__ Dense locate(const Args& args) {
                  args.queries, LAST_FIRST);
 }
 
-using Scores = float[TILE_K / 8][4];
-using Out = float[VALUE_DIM / 8][4];
-using Rows = SoftmaxRow<float>[2];  // of a thread: lane / 4 of the warp's, and 8 below it
-
-// Column, within the tile, of element e of an accumulator's 16 x 8 block.
-__device__ __forceinline__ int column_of(int lane, int n, int e) { return 8 * n + lane % 4 * 2 + e % 2; }
-
 // scores = q k^T, by the spans of a row that the swizzle permutes; those beyond `columns` are left out. (Written out
 // without a branch between, the compiler would read ahead into more registers than there are; so below.)
 __device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, uint32 lane_q, uint32 keys, uint32 lane_k,
@@ -123,72 +115,9 @@ __device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, ui
     }
 }
 
-// Hidden scores are selected to -inf, whatever they are.
-__device__ __forceinline__ void hide(Scores& scores, const Mask& mask, int pack, int warp_row, int key) {
-    const int lane = lane_index();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        int i = query_of(warp_row + 8 * half + lane / 4, pack);
-        int first = mask.first_key(i) - key, end = mask.end_key(i) - key;
-#pragma unroll
-        for (int n = 0; n < TILE_K / 8; ++n) {
-#pragma unroll
-            for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                int j = column_of(lane, n, e);
-                scores[n][e] = j >= first && j < end ? scores[n][e] : -INFINITE;
-            }
-        }
-    }
-}
-
-// Raises the rows' references to what this tile needs; out is rescaled where, rarely, one has moved.
-__device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores, const Scaled& score) {
-    float factor[2];
-    bool moved = false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float top = -INFINITE;
-#pragma unroll
-        for (int n = 0; n < TILE_K / 8; ++n) {
-            top = maximum(top, maximum(scores[n][2 * half], scores[n][2 * half + 1]));
-        }
-        top = maximum(top, shuffle_xor(top, 1));
-        top = maximum(top, shuffle_xor(top, 2));
-        factor[half] = rows[half].raise(top * score.factor());
-        moved |= factor[half] != 1.0f;
-    }
-    if (!any(moved)) return;
-#pragma unroll
-    for (int n = 0; n < VALUE_DIM / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
-    }
-}
-
-// out += exp(scores - reference) v, of its first `columns`. The weights of the tile are summed by themselves too,
-// before they join the others.
-__device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& scores, const Scaled& score,
-                                           uint32 values, uint32 lane, int columns) {
+// out += weights v, of its first `columns`.
+__device__ __forceinline__ void accumulate(Out& out, const Weights& weights, uint32 values, uint32 lane, int columns) {
     constexpr bool ONE_STEP = TILE_K == 16;  // all small products come before all large ones: one sum will do
-    Parts weights[TILE_K / 16];
-    float sums[2] = {};
-#pragma unroll
-    for (int step = 0; step < TILE_K / 16; ++step) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {  // A operand: rows g and g + 8 of keys 0-7, then of keys 8-15
-            const float(&s)[4] = scores[2 * step + r / 2];
-            const float shift = rows[r % 2].shift();
-            float low = ex2_approx(fused_multiply_add(s[r % 2 * 2], score.factor(), -shift));
-            float high = ex2_approx(fused_multiply_add(s[r % 2 * 2 + 1], score.factor(), -shift));
-            sums[r % 2] += low + high;
-            uint32 parts[PARTS];
-            split<false>(parts, low, high);
-#pragma unroll
-            for (int p = 0; p < PARTS; ++p) weights[step][p][r] = parts[p];
-        }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) rows[half].sum += sums[half];
 #pragma unroll
     for (int n = 0; n < VALUE_DIM / 8; n += 2) {
         if (8 * n >= columns) continue;
@@ -210,60 +139,6 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
         for (int m = 0; m < 2; ++m) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) out[n + m][e] += ONE_STEP ? small[m][e] : large[m][e] + small[m][e];
-        }
-    }
-}
-
-// Writes the warp's rows of out and lse. A quad of threads writes 32 neighbouring bytes, a whole sector, at once; lse
-// is written by one thread of each.
-__device__ __forceinline__ void store(const Args& args, const Mask& mask, const Out& out, Rows& rows) {
-    const int lane = lane_index();
-    const Dense place = locate(args);  // again, rather than in registers all along
-    const int warp_row = place.tile * TILE_Q + warp_index() * ROWS;
-    auto out_row = [&](int r) { return const_cast<char*>(place.row(args.out, args.out_strides, warp_row + r)); };
-    auto lse_of = [&](int r) {
-        int64 head = place.batch() * args.heads + place.head_of(warp_row + r);
-        return args.lse + (head * args.queries + place.query(warp_row + r)) * sizeof(float);
-    };
-    uint32 suspects[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        SoftmaxRow<float>& row = rows[half];
-        row.finish<4>();
-        const float inverse = row.inverse_sum();
-        const int r = 8 * half + lane / 4;
-        const bool inside = warp_row + r < place.rows();
-        char* const to = inside ? out_row(r) : nullptr;
-        float finite = 0.0f;
-#pragma unroll
-        for (int n = 0; n < VALUE_DIM / 8; ++n) {
-            float low = out[n][2 * half] * inverse, high = out[n][2 * half + 1] * inverse;
-            finite += (low - low) + (high - high);
-            const int d = column_of(lane, n, 0);
-            if (!inside || d >= args.value_dim) continue;
-            if (args.out_vectors) {
-                const Vector8 pair{{__builtin_bit_cast(uint32, low), __builtin_bit_cast(uint32, high)}};
-                store_global(to + d * sizeof(float), pair);
-            } else {
-                store_global(to + d * sizeof(float), low);
-                if (d + 1 < args.value_dim) store_global(to + (d + 1) * sizeof(float), high);
-            }
-        }
-        // The parts of an infinity are NaN to the products, where infinities and hidden values may have no such effect.
-        suspects[half] = ballot(inside && (finite != 0.0f || row.too_coarse()));
-        if (inside && args.lse != nullptr && lane % 4 == 0) store_global(lse_of(r), row.lse());
-    }
-    sync_warp();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        while (suspects[half] != 0) {
-            int quad = find_first_set(suspects[half]) / 4;
-            suspects[half] &= ~(0xfu << (4 * quad));
-            int r = 8 * half + quad, i = place.query(warp_row + r);
-            careful_row<Element>(args, place.row(args.q, args.q_strides, warp_row + r),
-                                 args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group),
-                                 args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group),
-                                 out_row(r), lse_of(r), mask.first_key(i), mask.end_key(i));
         }
     }
 }
@@ -378,11 +253,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         values.store(shared + VALUE_START);
         if (tile > first_tile) load_keys(tile - 1);
         sync_threads();  // the values are here, and all have left the keys
-        accumulate(rows, out, scores, score, shared + VALUE_START, lane_v, args.value_dim);
+        Weights weights;
+        weigh(weights, rows, scores, score);
+        accumulate(out, weights, shared + VALUE_START, lane_v, args.value_dim);
         if (tile > first_tile) keys.store(shared + KEY_START);
     }
 
-    store(args, mask, out, rows);
+    const Dense place = locate(args);  // again, rather than in registers all along
+    store(args, mask, place, place.tile * TILE_Q + warp_index() * ROWS, out, rows);
 }
 
 }  // namespace cuflash

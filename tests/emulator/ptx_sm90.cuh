@@ -111,7 +111,7 @@ inline void stmatrix_x4_trans(uint32 address, const uint32 (&r)[4], Site here = 
 
 // Products of a warpgroup ----------------------------------------------------------------------------------------------
 
-inline constexpr bool IS_BFLOAT16 = std::is_same_v<Element, BFloat16>;
+inline constexpr bool IS_BFLOAT16 = !std::is_same_v<Element, Float16>;  // a float32 has three of them
 
 template <int N>
 struct Wgmma {
