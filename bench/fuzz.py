@@ -152,9 +152,13 @@ def _near(rng, tile, most):
 def _dims(rng, variant):
     """head_dim and value_dim that are padded to the variant's, each at times the largest or a multiple of 8."""
     sizes = (variant.head_dim, variant.value_dim)
-    padded = {"decode": _plan.decode_dims, "decode_8bit": _plan.decode_8bit_dims}.get(variant.kernel, _plan._padded)
-    if variant.hopper:
-        padded = _plan.hopper_backward_dims if variant.backward else _plan.hopper_dims
+    padded = {
+        "forward_sm90": _plan.hopper_dims,
+        "forward_f32_sm90": _plan.hopper_float32_dims,
+        "backward_sm90": _plan.hopper_backward_dims,
+        "decode": _plan.decode_dims,
+        "decode_8bit": _plan.decode_8bit_dims,
+    }.get(variant.kernel, _plan._padded)
     while True:
         drawn = [int(rng.integers(1, size + 1)) for size in sizes]
         dims = [int(rng.choice([n, -(-n // 8) * 8, size])) for n, size in zip(drawn, sizes, strict=True)]
@@ -433,7 +437,7 @@ def main(argv=None):
     variants = [variant for variant in _plan.variants(gpu.limits()) if variant.engine == options.engine]
     variants = [variant for variant in variants if variant.element in options.dtype.split(",")]
     mains = {
-        "forward": ("forward", "forward_f32", "forward_fma", "forward_sm90"),
+        "forward": ("forward", "forward_f32", "forward_fma", "forward_sm90", "forward_f32_sm90"),
         "backward": ("backward", "backward_sm90"),
         "decode": ("decode", "decode_8bit"),
     }
