@@ -115,7 +115,7 @@ __device__ __forceinline__ void produce(const Args& args, const Dense& place, Sp
             KeyTile::load(shared + KEY_START + n * KeyTile::BYTES, args.k_map, barrier(shared, KEYS_FULL, n),
                           {0, tile * TILE_K, key_head, part, 0}, EVICT_LAST);
         };
-        load_keys(2);
+        load_keys(PARTS - 1);
         if (tile == span.end - 1) {
             for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                 for (int part = 0; part < PARTS; ++part) {
@@ -125,8 +125,7 @@ __device__ __forceinline__ void produce(const Args& args, const Dense& place, Sp
                 }
             }
         }
-        load_keys(1);
-        load_keys(0);
+        for (int part = PARTS - 2; part >= 0; --part) load_keys(part);
         for (int panel = 0; panel < PANELS; ++panel) {
             const int n = turn.stage * PANELS + panel;
             mbarrier_wait(barrier(shared, VALUES_EMPTY, n), turn.parity ^ 1);
@@ -202,21 +201,19 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
         Scores scores;
         pin(small);
         pin(large);
-        wait_keys(2);
         wgmma_fence();
-        multiply_keys(small, 0, 2, true);
-        wgmma_commit_group();
-        wait_keys(1);
-        multiply_keys(small, 1, 1, false);
-        multiply_keys(small, 0, 1, false);
-        wgmma_commit_group();
-        wait_keys(0);
-        multiply_keys(small, 2, 0, false);
-        multiply_keys(small, 1, 0, false);
-        multiply_keys(large, 0, 0, true);
-        wgmma_commit_group();
-        wgmma_wait_group<2>();
-        release(KEYS_EMPTY, turn.stage * PARTS + 2);
+#pragma unroll
+        for (int j = PARTS - 1; j >= 0; --j) {
+            wait_keys(j);
+#pragma unroll
+            for (int i = PARTS - 1 - j; i > 0; --i) multiply_keys(small, i, j, j == PARTS - 1);
+            multiply_keys(j > 0 ? small : large, 0, j, j == PARTS - 1 || j == 0);
+            wgmma_commit_group();
+        }
+        if constexpr (PARTS > 2) {
+            wgmma_wait_group<2>();
+            release(KEYS_EMPTY, turn.stage * PARTS + 2);
+        }
         wgmma_wait_group<1>();
         release(KEYS_EMPTY, turn.stage * PARTS + 1);
         wgmma_wait_group<0>();
@@ -238,12 +235,12 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
             for (int step = 0; step < TILE_K / 16; ++step) pin(weights[step]);
             wait_values(panel);
             wgmma_fence();
-            multiply_values(small, weights, 0, panel, 2, true);
-            multiply_values(small, weights, 2, panel, 0, false);
-            multiply_values(small, weights, 1, panel, 1, false);
-            multiply_values(small, weights, 0, panel, 1, false);
-            multiply_values(small, weights, 1, panel, 0, false);
-            multiply_values(large, weights, 0, panel, 0, true);
+#pragma unroll
+            for (int j = PARTS - 1; j >= 0; --j) {
+#pragma unroll
+                for (int i = PARTS - 1 - j; i > 0; --i) multiply_values(small, weights, i, panel, j, false);
+                multiply_values(j > 0 ? small : large, weights, 0, panel, j, j == PARTS - 1 || j == 0);
+            }
             wgmma_commit_group();
             wgmma_wait_group<0>();
             pin(small);
