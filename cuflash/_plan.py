@@ -210,10 +210,15 @@ DECODE_BLOCKS = 2  # a multiprocessor
 DECODE_MANY_ROWS = (64, 128)  # head dims with tiles of 32 rows too, by which keys are read half as often
 
 
+def _alike(tiles, head_dim, value_dim):
+    """Both head dims as the narrowest of a table that is as wide as either."""
+    dim = next(dim for dim in tiles if max(head_dim, value_dim) <= dim)
+    return dim, dim
+
+
 def decode_dims(head_dim, value_dim):
     """Head dims as decode compiles them: alike, for what is padded costs no memory's time."""
-    dim = next(dim for dim in DECODE_TILES if max(head_dim, value_dim) <= dim)
-    return dim, dim
+    return _alike(DECODE_TILES, head_dim, value_dim)
 
 
 def decode_variant(dtype, dim, limits, rows=1):
@@ -240,8 +245,7 @@ DECODE_8BIT_TILES = {
 
 def decode_8bit_dims(head_dim, value_dim):
     """The same of decode from 8-bit caches."""
-    dim = next(dim for dim in DECODE_8BIT_TILES if max(head_dim, value_dim) <= dim)
-    return dim, dim
+    return _alike(DECODE_8BIT_TILES, head_dim, value_dim)
 
 
 def decode_8bit_variant(kv_format, dim, limits):
@@ -354,8 +358,7 @@ def backward_variant(dtype, head_dim, value_dim, limits):
 
 def hopper_backward_dims(head_dim, value_dim):
     """Head dims as the sm90 engine's backward compiles them: alike."""
-    dim = next(dim for dim in HOPPER_BACKWARD_TILES if max(head_dim, value_dim) <= dim)
-    return dim, dim
+    return _alike(HOPPER_BACKWARD_TILES, head_dim, value_dim)
 
 
 def hopper_backward_variant(dtype, dim):
