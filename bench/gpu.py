@@ -168,7 +168,7 @@ def _run_file(file, folder, deadline):
     return output, counts
 
 
-def run_tests(json, seconds, at_once=8):
+def run_tests(json, seconds, at_once=16):
     """Run the test-suite, some files at once; counts go into the record whatever happened. 0 where all is well."""
     begin, total = time.monotonic(), dict.fromkeys(("passed", "failed", "skipped"), 0)
     files = sorted((record.ROOT / "tests").glob("test_*.py"))
