@@ -111,12 +111,46 @@ def _padded(head_dim, value_dim):
 def _shared_bytes(kernel, element, head_dim, value_dim, tile_q, tile_k, warps, stages):
     if kernel == "forward":  # q or out, then the stages of k and v; 48 bytes of facts a warp
         return 2 * (tile_q * max(head_dim, value_dim) + stages * tile_k * (head_dim + value_dim)) + 48 * warps
+    if kernel == "forward_f32":  # three parts of q and of a tile of k and v; facts
+        return 6 * (tile_q * head_dim + tile_k * (head_dim + value_dim)) + 48 * warps
     size = ELEMENTS[element].itemsize  # q, then k or v, rows padded by an element; the weights
     return size * (tile_q * (head_dim + 1) + tile_k * (max(head_dim, value_dim) + 1) + tile_q * tile_k)
 
 
+# Tiles of float32, by the larger padded head dim: tile_q, tile_k, blocks a multiprocessor, stages. The first that fit
+# shared memory are taken. At 64 several blocks work while one splits keys; from 96 on one block reads keys for as many
+# rows as there is room for; at 256 registers hold out and no keys on their way. Nothing of it is measured yet.
+#
+# Head dims below 16 take the same kernel, padded to 32: of the 2,450 operations a cycle that mma.sync does on a
+# multiprocessor of an H200, a pair takes 768, 0.31 cycles. `forward_fma` reads shared memory some 30 times for a pair
+# at head_dim 3, and 32 of these are a cycle.
+FLOAT32_TILES = {
+    32: ((128, 32, 2, 2),),
+    64: ((64, 32, 3, 2), (64, 32, 2, 2)),
+    96: ((128, 32, 1, 2), (64, 32, 1, 2)),
+    128: ((128, 32, 1, 2), (64, 32, 1, 2)),
+    192: ((128, 32, 1, 2), (64, 16, 1, 2), (32, 16, 1, 1)),
+    256: ((64, 32, 1, 1), (64, 16, 1, 1), (32, 16, 1, 1)),
+}
+
+
+def float32_variant(head_dim, value_dim, limits):
+    """The portable engine's forward kernel of float32 for padded head dims: one for all masks."""
+    widest = max(head_dim, value_dim)
+    for tile_q, tile_k, blocks, stages in next(FLOAT32_TILES[dim] for dim in FLOAT32_TILES if widest <= dim):
+        warps = tile_q // 16
+        shared = _shared_bytes("forward_f32", "float32", head_dim, value_dim, tile_q, tile_k, warps, stages)
+        if blocks * (shared + 1024) <= limits.shared_bytes + 1024:
+            break
+    return Variant(
+        "forward_f32", "float32", "window", head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared
+    )
+
+
 def forward_variant(dtype, mask, head_dim, value_dim, limits):
     """The portable engine's forward kernel for padded head dims."""
+    if dtype == "float32":
+        return float32_variant(head_dim, value_dim, limits)
     if dtype in ("float16", "bfloat16"):
         kernel, widest, stages = "forward", max(head_dim, value_dim), 2
         if widest <= 32:
@@ -397,7 +431,7 @@ def finish_variant(dtype):
 def _portable_forward(problem, limits, reason):
     variant = forward_variant(problem.dtype, problem.mask.name, *_padded(problem.head_dim, problem.value_dim), limits)
     pack = _pack(problem, lambda pack: variant.tile_q)
-    chunk = 16 if variant.kernel == "forward" else 1
+    chunk = 1 if variant.kernel == "forward_fma" else 16
     args, operands, _, copies, buffers = _forward(problem, pack, variant.tile_q, chunk)
     blocks = args["schedule"][0] * args["schedule"][2]
     args["out_vectors"] = int(_layout.in_chunks(operands["out"], ELEMENTS[problem.dtype].itemsize))

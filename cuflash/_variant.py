@@ -116,6 +116,7 @@ _OFFSET_OF = """\
 # Kernel file and the twin of its struct Args, by kernel.
 KERNELS = {
     "forward": ("forward.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
+    "forward_f32": ("forward_f32.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
     "forward_fma": ("forward_fma.cu", _args(np.float64, wide="first_block", sizes="out_vectors")),
     "forward_sm90": (
         "forward_sm90.cu",

@@ -115,9 +115,24 @@ __device__ __forceinline__ void add_release(char* address, int value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-struct alignas(16) Vector16 {  // 16 bytes that travel together
+struct alignas(8) Vector8 {  // 8 bytes that travel together
+    uint32 words[2];
+};
+struct alignas(16) Vector16 {  // 16 bytes
     uint32 words[4];
 };
+
+// ld.global: 16 bytes or, not `read`, zeros.
+__device__ __forceinline__ Vector16 load_global_16(const char* address, bool read) {
+    Vector16 v;
+    asm volatile("{\n.reg .pred ignore;\nsetp.eq.u32 ignore, %5, 0;\n"
+                 "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+                 "@!ignore ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+                 : "l"(address), "r"(static_cast<uint32>(read))
+                 : "memory");
+    return v;
+}
 
 // cp.async: 16 bytes from global to shared, of which the first `bytes` are read and the rest are zeros.
 __device__ __forceinline__ void cp_async_16(uint32 shared, const char* global, int bytes) {

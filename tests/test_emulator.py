@@ -186,11 +186,12 @@ def test_float32_subnormal_numbers_are_flushed(probe):
 
 def test_copies_fill_with_zeros(probe):
     data = np.random.default_rng(0).integers(1, 255, (32, 16)).astype(np.uint8)
-    got = probe("copies", data, np.uint8, 1536).reshape(3, 32, 16)
+    got = probe("copies", data, np.uint8, 2048).reshape(4, 32, 16)
     lane, byte = np.arange(32)[:, None], np.arange(16)
     assert (got[0] == np.where(byte < lane % 17, data, 0)).all()
     assert (got[1] == np.where(lane % 2 == 0, data, 0)).all()
     assert (got[2] == np.where(byte // 4 % 2 == 0, data, 0)).all()
+    assert (got[3] == np.where(lane % 3 == 0, data, 0)).all()
 
 
 def test_older_group_is_here(probe):

@@ -1087,6 +1087,21 @@ def test_variants_fit_the_device_and_are_few(limits):
     assert max(each.shared_bytes for each in variants) <= limits.shared_bytes
 
 
+@pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
+@pytest.mark.parametrize("head_dim, value_dim", [(1, 1), (3, 3), (64, 64), (65, 65), (130, 180), (40, 256), (256, 256)])
+def test_float32_goes_to_tensor_cores_whatever_the_mask(limits, head_dim, value_dim):
+    q, v = np.zeros((2, 70, head_dim), np.float32), np.zeros((2, 70, value_dim), np.float32)
+    plans = [planned(q, q, v, limits, **mask) for mask in ({}, {"causal": True}, {"window": (9, 3)})]
+    (variant,) = {step.variant for plan in plans for step in plan.steps}
+    assert {plan.engine for plan in plans} == {"portable"} and variant in _plan.variants(limits)
+    assert variant.kernel == "forward_f32" and variant.tile_q == 16 * variant.warps
+    assert variant.head_dim >= head_dim and variant.value_dim >= value_dim
+    parts = 6 * (variant.tile_q * variant.head_dim + variant.tile_k * (variant.head_dim + variant.value_dim))
+    assert 0 <= variant.shared_bytes - parts < 1024
+    assert variant.tile_k <= bounds.PATHS["portable float32"].block, "a tile is summed by itself"
+    assert variant.tile_k >= bounds.PATHS["portable float32"].tile
+
+
 @pytest.mark.parametrize("capability, shared", [((9, 0), 228), ((10, 0), 228)])
 def test_as_many_blocks_fit_a_multiprocessor_as_the_registers_leave_room_for(capability, shared):
     for each in _plan.variants(_plan.KNOWN[capability]):
@@ -1496,7 +1511,7 @@ def unaddressable(array):
     strided = array.shape[-1] > 1 and array.strides[-1] != array.itemsize
     rows = strides[:-1] if array.shape[-1] > 1 else strides
     odd = array.ctypes.data % 16 or any(s % 16 for s in rows)
-    return array.size > 0 and bool(strided or (array.itemsize == 2 and odd))
+    return array.size > 0 and bool(strided or (array.itemsize < 8 and odd))  # float64 goes element by element
 
 
 def no_tensor(array):

@@ -48,6 +48,29 @@ def check_gradient_of_lse(attention, recipe, xp=np, path=None, gradients=None):
     assert worst <= 1, f"error over bound {worst}"
 
 
+def check_split_products(attention, recipe, xp=np, path=None):
+    """Numbers whose three parts are as large as can be, and of one sign: each of the six products shows."""
+    number = np.float32(1 + 2**-8 - 2**-16 + 0.9 * 2**-17)
+    shape = (1, recipe.keys, recipe.head_dim)
+    alike, ones = np.full(shape, number), np.ones(shape, np.float32)
+    lower = np.zeros(shape, np.float32)
+    lower[:, 1:, 0] = np.log(np.float64(number) / 2)  # all weights but the first are half that number
+    for q, k, v, scale in ((alike, alike, ones, 12.0), (ones, lower, alike, 1.0)):
+        q, k, v = (xp.asarray(x) for x in (q, k, v))
+        result = attention(q, k, v, scale=scale, return_lse=True)
+        testing.assert_attention_close(result, q, k, v, path=path, scale=scale)
+
+
+def check_hidden_largest(attention, recipe, xp=np, path=None):
+    """The largest number changes no bit of rows to which it is hidden."""
+    q, k, v = recipe.arrays(xp)
+    hidden = np.flatnonzero(~recipe.mask[0])
+    before = attention(q, k, v, **recipe.keywords)[..., 0, :]
+    k, v = k.copy(), v.copy()
+    k[..., hidden, :] = v[..., hidden, :] = np.finfo(recipe.dtype).max
+    assert (attention(q, k, v, **recipe.keywords)[..., 0, :] == before).all(), "hidden: the largest number shows"
+
+
 def _far_apart(values, pitch):
     """A copy of a matrix in memory of which only its pages are ever there."""
     length, dim = values.shape[-2:]
@@ -173,7 +196,10 @@ STEEP = replace(CAUSAL, scale=4.0)  # so that a later tile outweighs an earlier 
 WINDOW = replace(CAUSAL, dtype="bfloat16", causal=False, window=(20, 3))
 ONE_STAGE = replace(CAUSAL, heads=1, queries=70, head_dim=192, value_dim=192)
 FAR = replace(CAUSAL, heads=1)
-FLOAT32 = replace(CAUSAL, heads=1, queries=40, keys=50, dtype="float32", head_dim=24, value_dim=24, scale=4.0)
+FLOAT64 = replace(CAUSAL, heads=1, queries=40, keys=50, dtype="float64", head_dim=24, value_dim=24, scale=4.0)
+FLOAT32 = replace(CAUSAL, dtype="float32", head_dim=24, value_dim=44)
+STEEP32 = replace(FLOAT32, scale=4.0)
+ALIKE = testing.Recipe(heads=1, queries=8, keys=8, head_dim=8, value_dim=8, dtype="float32")
 
 HOPPER = replace(CAUSAL, heads=3, keys=200)  # four tiles of keys, two of rows
 BOXED = replace(HOPPER, key_heads=3)  # heads are not packed, so that out leaves as boxes
@@ -537,21 +563,90 @@ MUTATIONS = (
         "reference == -INFINITE ? Real(0) : reference", "reference", WINDOW,
     ),
     Mutation("lse_in_base_2", "softmax.cuh", "(reference + log2_of(sum)) * LN_2", "(reference + log2_of(sum))", CAUSAL),
-    # float32 and float64
+    # float32: parts and their products
+    *(
+        Mutation(
+            f"product_{i}_{j}_left_out", "float32.cuh", f"multiply_parts<{i}, {j}>(sum, a, b, at, false);", "", ALIKE,
+            check_split_products,
+        )
+        for i, j in ((2, 0), (1, 1), (0, 1), (1, 0))
+    ),
+    Mutation(
+        "product_0_2_left_out", "float32.cuh", "multiply_parts<0, 2>", "multiply_parts<2, 2>", ALIKE,
+        check_split_products,  # in the place of the first product, one that is too small to show
+    ),
+    Mutation("largest_product_of_other_parts", "float32.cuh", "multiply_parts<0, 0>", "multiply_parts<0, 1>", FLOAT32),
+    Mutation(
+        "small_products_forgotten", "forward_f32.cu", "scores[n][e] += small[n][e];",
+        "scores[n][e] += 0 * small[n][e];", ALIKE, check_split_products,
+    ),
+    Mutation(
+        "small_products_with_values_forgotten", "forward_f32.cu", "large[m][e] + small[m][e];", "large[m][e];", FLOAT32,
+    ),
+    Mutation(
+        "second_part_not_taken_off", "float32.cuh",
+        "low -= to_float(BFloat16{static_cast<unsigned short>(parts[p - 1])});",
+        "low -= to_float(BFloat16{static_cast<unsigned short>(parts[0])});", ALIKE, check_split_products,
+    ),
+    Mutation(
+        "largest_number_rounded_to_infinity", "float32.cuh",
+        "cvt_pair(BFloat16{}, limited(low), limited(high)) :", "cvt_pair(BFloat16{}, low, high) :", FLOAT32,
+        check_hidden_largest,
+    ),
+    Mutation("halves_of_a_chunk_swapped", "float32.cuh", "quad % 2 * 8;", "(quad + 1) % 2 * 8;", FLOAT32),
+    Mutation(
+        "end_of_a_row_overrun", "float32.cuh", "inside && e < left ? load", "inside ? load",
+        replace(FLOAT32, value_dim=23),
+    ),
+    Mutation(
+        "float32_tail_keys_not_zeroed", "float32.cuh", "r >= first && r < end);", "r >= first);", FLOAT32,
+    ),
+    # float32: barriers, lanes, rows
+    Mutation(
+        "float32_barrier_before_keys_removed", "forward_f32.cu",
+        "sync_threads();  // the keys are here, and all have left the values of the tile before", "", FLOAT32,
+    ),
+    Mutation(
+        "float32_barrier_before_values_removed", "forward_f32.cu",
+        "sync_threads();  // the values are here, and all have left the keys", "", FLOAT32,
+    ),
+    Mutation(
+        "float32_maximum_of_half_the_quad", "forward_f32.cu", "top = maximum(top, shuffle_xor(top, 2));", "", STEEP32,
+    ),
+    Mutation("float32_sum_of_half_the_quad", "forward_f32.cu", "row.finish<4>();", "row.finish<2>();", FLOAT32),
+    Mutation("float32_rescale_left_out", "forward_f32.cu", "if (!any(moved)) return;", "return;", STEEP32),
+    Mutation(
+        "float32_mask_one_key_too_far", "forward_f32.cu", "j >= first && j < end", "j >= first && j <= end", FLOAT32,
+    ),
+    Mutation(
+        "float32_hidden_values_not_noticed", "forward_f32.cu", "ballot(inside && (", "ballot(false && (", FLOAT32,
+        testing.check_hidden_keys_may_hold_anything,
+    ),
+    Mutation(
+        "float32_offset_in_32_bits", "forward_f32.cu",
+        "facts.k + static_cast<int64>(t) * TILE_K * args.k_strides.row",
+        "facts.k + static_cast<int>(static_cast<uint32>(t) * TILE_K * static_cast<uint32>(args.k_strides.row))",
+        replace(FLOAT32, heads=1), check_far_rows,
+    ),
+    Mutation(
+        "float32_rows_beyond_the_last_written", "forward_f32.cu", "if (!inside || d >= args.value_dim) continue;",
+        "if (d >= args.value_dim) continue;", FLOAT32,
+    ),
+    # float64
     Mutation(
         "fma_barrier_before_keys_removed", "forward_fma.cu",
-        "sync_threads();  // all have left the tile of v", "", FLOAT32,
+        "sync_threads();  // all have left the tile of v", "", FLOAT64,
     ),
     Mutation(
         "fma_barrier_before_values_removed", "forward_fma.cu",
-        "sync_threads();  // the weights are here, and all have left the tile of k", "", FLOAT32,
+        "sync_threads();  // the weights are here, and all have left the tile of k", "", FLOAT64,
     ),
     Mutation(
         "fma_maximum_of_some_threads", "forward_fma.cu",
-        "lanes < ROW_THREADS; lanes *= 2) top", "lanes < 4; lanes *= 2) top", FLOAT32,
+        "lanes < ROW_THREADS; lanes *= 2) top", "lanes < 4; lanes *= 2) top", FLOAT64,
     ),
-    Mutation("fma_hidden_weight_summed", "forward_fma.cu", "if (weight == HIDDEN) continue;", "", FLOAT32),
-    Mutation("fma_rescale_left_out", "forward_fma.cu", "out[n] *= factor;", "out[n] *= 1;", FLOAT32),
+    Mutation("fma_hidden_weight_summed", "forward_fma.cu", "if (weight == HIDDEN) continue;", "", FLOAT64),
+    Mutation("fma_rescale_left_out", "forward_fma.cu", "out[n] *= factor;", "out[n] *= 1;", FLOAT64),
     # Hopper
     Mutation(
         "keys_released_before_their_product_ends", "forward_sm90.cu",

@@ -143,6 +143,7 @@ PROBE(copies) {  // lane l copies l % 17 bytes
     output(args, lane_index(), load_shared<Vector16>(to));
     output(args, WARP + lane_index(), load_shared<Vector16>(to + 512));
     output(args, 2 * WARP + lane_index(), load_shared<Vector16>(to + 1024));
+    output(args, 3 * WARP + lane_index(), load_global_16(args.in + lane_index() * 16, lane_index() % 3 == 0));
 }
 PROBE(copy_of_the_older_group) {
     const uint32 to = shared_memory() + lane_index() * 32;

@@ -120,9 +120,16 @@ inline void add_release(char* address, int value, Site here = HERE) {
     store_global(address, load_global<int>(address, here) + value, here);
 }
 
-struct alignas(16) Vector16 {  // 16 bytes that travel together
+struct alignas(8) Vector8 {  // 8 bytes that travel together
+    uint32 words[2];
+};
+struct alignas(16) Vector16 {  // 16 bytes
     uint32 words[4];
 };
+
+inline Vector16 load_global_16(const char* address, bool read, Site here = HERE) {
+    return read ? load_global<Vector16>(address, here) : Vector16{};
+}
 
 // The bytes are read and written when the thread waits for the copy's group, not earlier; until then nobody may touch
 // the destination. Source addresses are checked at once.
