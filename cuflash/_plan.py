@@ -5,6 +5,7 @@ Nothing here imports CuPy or touches an array, so plans are made and tested wher
 
 import math
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -115,8 +116,59 @@ def _shared_bytes(kernel, element, head_dim, value_dim, tile_q, tile_k, warps, s
     return size * (tile_q * (head_dim + 1) + tile_k * (max(head_dim, value_dim) + 1) + tile_q * tile_k)
 
 
+# Tiles of forward in float64, by padded head_dim and value_dim: warps, tile_k, blocks a multiprocessor. An instruction
+# takes 4 or 8 columns of q and k or multiples of 16, and 8 of v: points in space and a number at each take (4, 8). Wider
+# dims are few, for a kernel takes seconds to compile.
+FLOAT64_TILES = {
+    (4, 8): (4, 48, 3),
+    (8, 8): (4, 48, 3),
+    (16, 16): (4, 32, 4),
+    (32, 32): (4, 32, 3),
+    (8, 64): (4, 32, 2),
+    (64, 8): (4, 32, 2),
+    (64, 64): (4, 32, 2),
+    (96, 96): (8, 32, 1),
+    (64, 128): (8, 32, 1),
+    (128, 64): (8, 32, 1),
+    (128, 128): (8, 32, 1),
+    (192, 192): (8, 32, 1),
+    (128, 256): (8, 32, 1),
+    (256, 128): (8, 16, 1),
+    (256, 256): (8, 16, 1),
+}
+
+
+def float64_dims(head_dim, value_dim):
+    """Head dims as forward compiles them for float64: the narrowest pair that holds both."""
+    fitting = [dims for dims in FLOAT64_TILES if head_dim <= dims[0] and value_dim <= dims[1]]
+    return min(fitting, key=sum)
+
+
+def float64_variant(head_dim, value_dim, limits):
+    """The portable engine's forward kernel in float64, for head dims as given: one for all masks.
+
+    Tiles that are too large for the device have fewer keys and then, at worst, fewer warps.
+    """
+    head_dim, value_dim = dims = float64_dims(head_dim, value_dim)
+    most_warps, most_keys, blocks = FLOAT64_TILES[dims]
+    pitch = 8 * head_dim + 64 * (head_dim % 16 == 0)  # bytes of a row of q and k; see the kernel
+    rows = 16 if value_dim <= 128 else 8  # for each warp: two share rows where half of the columns fill the registers
+    for warps, tile_k in product((most_warps, most_warps // 2, most_warps // 4), (most_keys, 16)):
+        tile_q = rows * warps
+        shared = (tile_q + tile_k) * pitch + tile_k * (8 * value_dim + 16) + 32  # 32 bytes of facts
+        if blocks * (shared + 1024) <= limits.shared_bytes + 1024:
+            break
+    return Variant(
+        "forward_f64", "float64", "window", head_dim, value_dim, tile_q, tile_k, warps, blocks, 1, shared,
+        tall_products=int(limits.capability >= (9, 0)),
+    )  # fmt: skip
+
+
 def forward_variant(dtype, mask, head_dim, value_dim, limits):
-    """The portable engine's forward kernel for padded head dims."""
+    """The portable engine's forward kernel for head dims as given."""
+    if dtype == "float64":
+        return float64_variant(head_dim, value_dim, limits)
+    head_dim, value_dim = _padded(head_dim, value_dim)
     if dtype in ("float16", "bfloat16"):
         kernel, widest, stages = "forward", max(head_dim, value_dim), 2
         if widest <= 32:
@@ -144,6 +196,7 @@ def variants(limits):
     found = {
         forward_variant(dtype, mask, *pair, limits): None for dtype in ELEMENTS for mask in masks for pair in pairs
     }
+    found |= {float64_variant(*dims, limits): None for dims in FLOAT64_TILES}
     for dtype in ("float16", "bfloat16"):
         found |= {decode_variant(dtype, dim, limits, rows): None for dim in DECODE_TILES for rows in (1, 17)}
         found |= {append_variant(dtype): None}
@@ -355,9 +408,9 @@ def finish_variant(dtype):
 
 
 def _portable_forward(problem, limits, reason):
-    variant = forward_variant(problem.dtype, problem.mask.name, *_padded(problem.head_dim, problem.value_dim), limits)
+    variant = forward_variant(problem.dtype, problem.mask.name, problem.head_dim, problem.value_dim, limits)
     pack = _pack(problem, lambda pack: variant.tile_q)
-    chunk = 16 if variant.kernel == "forward" else 1
+    chunk = 1 if variant.kernel == "forward_fma" else 16
     args, operands, _, copies, buffers = _forward(problem, pack, variant.tile_q, chunk)
     blocks = args["schedule"][0] * args["schedule"][2]
     args["out_vectors"] = int(_layout.in_chunks(operands["out"], ELEMENTS[problem.dtype].itemsize))

@@ -1,4 +1,4 @@
-// The careful path of forward and decode for 16-bit elements: rows that tensor cores may have got wrong, computed again.
+// The careful path of forward and decode: rows that tensor cores may have got wrong, computed again.
 #pragma once
 
 #include "ptx.cuh"
@@ -6,53 +6,69 @@
 
 namespace cuflash {
 
+// An element as the number that sums are made of, and back.
+template <typename T>
+__device__ __forceinline__ auto to_real(T x) {
+    if constexpr (sizeof(T) == 2) {
+        return to_float(x);
+    } else {
+        return x;
+    }
+}
+template <typename T, typename Real>
+__device__ __forceinline__ T from_real(Real x) {
+    if constexpr (sizeof(T) == 2) {
+        return T{static_cast<unsigned short>(cvt_pair(T{}, x, 0.0f))};
+    } else {
+        return x;
+    }
+}
+
 // One row again, by a warp, reading visible keys only and rounding each score by itself: for rows where a hidden value
 // that is not finite may have met a weight of 0 on the tensor cores, or whose scores are huge. `keys(j)`, `values(j)` are
 // addresses.
 template <typename Args, typename Keys, typename Values>
 __device__ __forceinline__ void careful_row_of(const Args& args, const char* q, Keys keys, Values values, char* out,
                                                char* lse, int first, int end) {
-    constexpr int MOST = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;
+    using Real = decltype(to_real(Element{}));
+    constexpr int SIZE = sizeof(Element), MOST = ((HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) + WARP - 1) / WARP;
     const int lane = lane_index();
-    float query[MOST], sums[MOST] = {};
+    Real query[MOST], sums[MOST] = {};
 #pragma unroll
     for (int n = 0; n < MOST; ++n) {
         int d = n * WARP + lane;
-        query[n] = d < args.head_dim ? to_float(load_global<Element>(q + 2 * d)) : 0.0f;
+        query[n] = d < args.head_dim ? to_real(load_global<Element>(q + SIZE * d)) : Real(0);
     }
     auto score = [&](int j) {
-        float s = 0.0f;
+        Real s = 0;
 #pragma unroll
         for (int n = 0; n < MOST; ++n) {
             int d = n * WARP + lane;
-            if (d < args.head_dim) s = fused_multiply_add(query[n], to_float(load_global<Element>(keys(j) + 2 * d)), s);
+            if (d < args.head_dim) s = fused_multiply_add(query[n], to_real(load_global<Element>(keys(j) + SIZE * d)), s);
         }
 #pragma unroll
         for (int lanes = WARP / 2; lanes > 0; lanes /= 2) s += shuffle_xor(s, lanes);
         return multiply(s, args.scale_log2);
     };
-    SoftmaxRow<float> row;
+    SoftmaxRow<Real> row;
     for (int j = first; j < end; ++j) row.reference = maximum(row.reference, score(j));
     for (int j = first; j < end; ++j) {
-        float s = score(j);
+        Real s = score(j);
         if (s == -INFINITE) continue;
-        float weight = ex2_approx(s - row.shift());
+        Real weight = exp2_of(s - row.shift());
         row.sum += weight;
 #pragma unroll
         for (int n = 0; n < MOST; ++n) {
             int d = n * WARP + lane;
             if (d < args.value_dim) {
-                sums[n] = fused_multiply_add(weight, to_float(load_global<Element>(values(j) + 2 * d)), sums[n]);
+                sums[n] = fused_multiply_add(weight, to_real(load_global<Element>(values(j) + SIZE * d)), sums[n]);
             }
         }
     }
 #pragma unroll
     for (int n = 0; n < MOST; ++n) {
         int d = n * WARP + lane;
-        if (d < args.value_dim) {
-            unsigned short bits = static_cast<unsigned short>(cvt_pair(Element{}, sums[n] * row.inverse_sum(), 0.0f));
-            store_global(out + 2 * d, Element{bits});
-        }
+        if (d < args.value_dim) store_global(out + SIZE * d, from_real<Element>(sums[n] * row.inverse_sum()));
     }
     if (row.too_coarse() && args.lse != nullptr && lane == 0) store_global(lse, row.lse());  // else it is right already
 }
