@@ -151,11 +151,12 @@ def float64_variant(head_dim, value_dim, limits):
     """
     head_dim, value_dim = dims = float64_dims(head_dim, value_dim)
     most_warps, most_keys, blocks = FLOAT64_TILES[dims]
-    pitch = 8 * head_dim + 64 * (head_dim % 16 == 0)  # bytes of a row of q and k; see the kernel
+    pitch = 8 * head_dim + 64 * (head_dim % 16 == 0)  # bytes of a row of k; see the kernel
     rows = 16 if value_dim <= 128 else 8  # for each warp: two share rows where half of the columns fill the registers
-    for warps, tile_k in product((most_warps, most_warps // 2, most_warps // 4), (most_keys, 16)):
+    for halvings, tile_k in product(range(4), (most_keys, 16)):
+        warps = most_warps >> halvings
         tile_q = rows * warps
-        shared = (tile_q + tile_k) * pitch + tile_k * (8 * value_dim + 16) + 32  # 32 bytes of facts
+        shared = 8 * tile_q * head_dim + tile_k * (pitch + 8 * value_dim + 16) + 32  # 32 bytes of facts
         if blocks * (shared + 1024) <= limits.shared_bytes + 1024:
             break
     return Variant(

@@ -7,15 +7,14 @@
 // half its registers, so where values are wider two warps take the same scores and half of the columns each. The next
 // keys arrive while the values are worked on, and the values while the keys are.
 //
-// An instruction sums its terms in whatever order its operands hold them, if only both agree, so that each operand is
-// where the next instruction wants it (g = lane / 4, t = lane % 4):
-//   - q and k: a lane's terms are neighbours along head_dim, 16 bytes to load;
-//   - weights: a quad's 2t, 2t + 1 of 8 keys, as scores come, are terms t and 4 + t of the sum over keys: the values of
-//     keys 2t and 2t + 1 meet them there;
-//   - v: columns 2g and 2g + 1, 16 bytes to load, are column g of two products side by side; a lane then holds four
-//     neighbours of out.
-// Rows in shared memory are padded so that the 8 lanes that load 16 bytes together hit all banks: two rows of q or k,
-// four chunks each, lie half a round of the banks apart; every other row of v, two chunks each, a quarter.
+// An instruction sums its terms in whatever order its operands hold them, if only both agree (g = lane / 4, t = lane % 4):
+//   - q and k: a lane's terms are neighbours along head_dim, so that it loads 16 bytes of k at once. q lies in shared
+//     memory as lanes hold it, 16 bytes of rows g and g + 8 together;
+//   - weights: a quad's 2t, 2t + 1 of 8 keys, as scores come, are terms t and 4 + t of the sum over keys, and the values
+//     of keys 2t and 2t + 1 meet them there: no lane gives another anything.
+// Rows of k and v in shared memory are padded so that lanes which load together hit all banks: 8 lanes take four chunks
+// of two rows of k, which lie half a round of the banks apart; 16 lanes four elements of every other row of v, which lie
+// a quarter of a round apart.
 //
 // What limits speed: the tensor cores at wide head dims. On sm_90 they take 32 multiply-adds a clock and scheduler, so
 // at head_dim 128 a tile of 16 x 32 pairs keeps them for 4096 clocks; its exponentials, sums and maxima, 18 instructions
@@ -38,13 +37,14 @@ constexpr int K = HEAD_DIM < 16 ? HEAD_DIM : 16;  // terms of one instruction in
 static_assert(WARPS * ROWS == TILE_Q * PARTS, "TILE_Q: 16 rows for every warp, or every two");
 static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of 16 keys");
 static_assert(HEAD_DIM == 4 || HEAD_DIM % K == 0, "HEAD_DIM: 4, 8 or a multiple of 16");
-static_assert(COLUMNS == 8 || COLUMNS % 16 == 0, "VALUE_DIM: 8 columns for every warp, or a multiple of 16");
+static_assert(COLUMNS % 8 == 0, "VALUE_DIM: 8 columns for every warp, or a multiple");
 static_assert(STAGES == 1, "STAGES: keys and values arrive in turn");
 
 struct alignas(16) Pair {  // neighbours that travel together
     double low, high;
 };
 
+constexpr int QUERY_BYTES = 16 * HEAD_DIM * 8;  // of a warp's rows
 // Bytes from one row to the next in shared memory; see above.
 constexpr int KEY_PITCH = HEAD_DIM * 8 + (HEAD_DIM % 16 == 0 ? 64 : 0);
 constexpr int VALUE_PITCH = VALUE_DIM * 8 + 16;
@@ -56,7 +56,7 @@ struct alignas(16) Facts {
 };
 
 struct Shared {
-    char queries[TILE_Q][KEY_PITCH];
+    char queries[TILE_Q / ROWS][QUERY_BYTES];
     char keys[TILE_K][KEY_PITCH];
     char values[TILE_K][VALUE_PITCH];
     Facts facts;
@@ -104,36 +104,31 @@ __device__ __forceinline__ void multiply_add(double (&d)[4], const double (&a)[T
     }
 }
 
-// A lane's terms of a row of q or k, from the address of its first on.
-__device__ __forceinline__ void load_terms(double (&terms)[K / 4], uint32 address) {
-    if constexpr (K == 4) {
-        terms[0] = load_shared<double>(address);
-    } else {
-#pragma unroll
-        for (int n = 0; n < K / 8; ++n) {
-            const Pair pair = load_shared<Pair>(address + 64 * n);
-            terms[2 * n] = pair.low;
-            terms[2 * n + 1] = pair.high;
-        }
-    }
-}
-
 // scores = q k^T. `queries` and `keys` are the addresses of the lane's first terms.
 __device__ __forceinline__ void multiply_transposed(Scores& scores, uint32 queries, uint32 keys) {
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / K; ++step) {
-        double low[K / 4], high[K / 4], a[K / 2];
-        load_terms(low, queries + step * K * 8);
-        load_terms(high, queries + step * K * 8 + 8 * KEY_PITCH);
+        double a[K / 2];
 #pragma unroll
         for (int n = 0; n < K / 4; ++n) {
-            a[2 * n] = low[n];
-            a[2 * n + 1] = high[n];
+            const Pair rows = load_shared<Pair>(queries + (step * K / 4 + n) * WARP * sizeof(Pair));
+            a[2 * n] = rows.low;
+            a[2 * n + 1] = rows.high;
         }
 #pragma unroll
         for (int n = 0; n < TILE_K / 8; ++n) {
             double b[K / 4];
-            load_terms(b, keys + step * K * 8 + 8 * n * KEY_PITCH);
+            const uint32 address = keys + step * K * 8 + 8 * n * KEY_PITCH;
+            if constexpr (K == 4) {
+                b[0] = load_shared<double>(address);
+            } else {
+#pragma unroll
+                for (int m = 0; m < K / 8; ++m) {
+                    const Pair terms = load_shared<Pair>(address + 64 * m);
+                    b[2 * m] = terms.low;
+                    b[2 * m + 1] = terms.high;
+                }
+            }
             multiply_add<K>(scores[n], a, b);
         }
     }
@@ -182,7 +177,7 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
 }
 
 // weights = exp(scores - reference), 16 keys at a time, summed and at once multiplied with v: the exponentials of the
-// next 16 keys run while the tensor cores work on these. `values` is the address of the lane's first column of key 2t.
+// next 16 keys run while the tensor cores work on these. `values` is the address of column g, of those the warp has, of key 2t.
 __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& scores, double scale, uint32 values) {
 #pragma unroll
     for (int step = 0; step < TILE_K / 16; ++step) {
@@ -199,25 +194,14 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
                 a[2 * n + 2 + half] = high;
             }
         }
-        auto address = [&](int n) { return values + (16 * step + n / 2 * 8 + n % 2) * VALUE_PITCH; };  // of term n
-        if constexpr (COLUMNS == 8) {
+#pragma unroll
+        for (int column = 0; column < COLUMNS / 8; ++column) {
             double b[4];
 #pragma unroll
-            for (int n = 0; n < 4; ++n) b[n] = load_shared<double>(address(n));
-            multiply_add<16>(out[0], a, b);
-        } else {
-#pragma unroll
-            for (int column = 0; column < COLUMNS / 8; column += 2) {
-                double low[4], high[4];
-#pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    const Pair pair = load_shared<Pair>(address(n) + column * 64);
-                    low[n] = pair.low;
-                    high[n] = pair.high;
-                }
-                multiply_add<16>(out[column], a, low);
-                multiply_add<16>(out[column + 1], a, high);
+            for (int n = 0; n < 4; ++n) {
+                b[n] = load_shared<double>(values + (16 * step + n / 2 * 8 + n % 2) * VALUE_PITCH + column * 64);
             }
+            multiply_add<16>(out[column], a, b);
         }
     }
 }
@@ -231,14 +215,6 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
     auto lse_of = [&](int r) {
         int64 head = place.batch() * args.heads + place.head_of(warp_row + r);
         return args.lse + (head * args.queries + place.query(warp_row + r)) * sizeof(double);
-    };
-    auto write = [&](char* row, int d, double low, double high) {
-        if (args.out_vectors) {  // value_dim is even then
-            if (d < args.value_dim) store_global(row + d * 8, Pair{low, high});
-        } else {
-            if (d < args.value_dim) store_global(row + d * 8, low);
-            if (d + 1 < args.value_dim) store_global(row + d * 8 + 8, high);
-        }
     };
     uint32 suspects[2];
 #pragma unroll
@@ -255,16 +231,16 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
         }
         suspects[half] = ballot(inside && ((finite != 0 && is_finite(inverse)) || row.too_coarse()));
         if (!inside) continue;
-        if constexpr (COLUMNS == 8) {
-            write(out_row(r), first_column + lane % 4 * 2, out[0][2 * half] * inverse, out[0][2 * half + 1] * inverse);
-        } else {
+        char* const address = out_row(r);
 #pragma unroll
-            for (int n = 0; n < COLUMNS / 8; n += 2) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    write(out_row(r), first_column + 8 * n + lane % 4 * 4 + 2 * e, out[n][2 * half + e] * inverse,
-                          out[n + 1][2 * half + e] * inverse);
-                }
+        for (int n = 0; n < COLUMNS / 8; ++n) {
+            const int d = first_column + 8 * n + lane % 4 * 2;
+            const Pair pair{out[n][2 * half] * inverse, out[n][2 * half + 1] * inverse};
+            if (args.out_vectors) {  // value_dim is even then
+                if (d < args.value_dim) store_global(address + d * 8, pair);
+            } else {
+                if (d < args.value_dim) store_global(address + d * 8, pair.low);
+                if (d + 1 < args.value_dim) store_global(address + d * 8 + 8, pair.high);
             }
         }
         if (first_column == 0 && args.lse != nullptr && lane % 4 == 0) store_global(lse_of(r), row.lse());
@@ -288,20 +264,49 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
     }
 }
 
-// Copies rows to shared memory, all threads together: what lies beyond `columns` or outside rows [first, end) is not
-// read and becomes zeros. `address(r)` is that of row r.
-template <int LENGTH, int WIDTH, int PITCH, typename Address>
-__device__ __forceinline__ void copy(uint32 base, Address address, int columns, int first, int end) {
-    constexpr int CHUNKS = WIDTH / 2;
-#pragma unroll 4
-    for (int n = fresh_thread_index(); n < LENGTH * CHUNKS; n += THREADS) {
-        const int r = n / CHUNKS, chunk = n % CHUNKS;
-        const int left = r >= first && r < end ? clamp(columns - 2 * chunk, 0, 2) : 0;
-        if (columns % 2 == 0) {
-            cp_async_16(base + r * PITCH + chunk * 16, address(r) + chunk * 16, left == 2);
-        } else {
-            cp_async_16(base + r * PITCH + chunk * 16, address(r) + chunk * 16, left * 8);
+// Copies a tile of k or v to shared memory, all threads together: what lies beyond `columns` or outside rows [first, end)
+// is not read and becomes zeros. `source` is the address of the tile's row 0.
+template <int WIDTH, int PITCH>
+__device__ __forceinline__ void load_tile(uint32 base, const char* source, int64 stride, int columns, int first, int end) {
+    constexpr int CHUNKS = WIDTH / 2, DIVISOR = CHUNKS & -CHUNKS;
+    constexpr int LANES = DIVISOR < THREADS ? DIVISOR : THREADS;  // threads along a row
+    const int thread = fresh_thread_index(), row = thread / LANES, chunk = thread % LANES;
+    const int left = columns - 2 * chunk;  // from this thread's first chunk to the row's end
+    const char* address = source + row * stride + chunk * 16;
+    base += row * PITCH + chunk * 16;
+    if (first <= 0 && end >= TILE_K && columns % 2 == 0) {
+#pragma unroll
+        for (int r = 0; r < TILE_K; r += THREADS / LANES) {
+            if (TILE_K % (THREADS / LANES) != 0 && row + r >= TILE_K) break;
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c += LANES) {
+                cp_async_16(base + r * PITCH + c * 16, address + c * 16, 2 * c < left);
+            }
+            address += THREADS / LANES * stride;
         }
+    } else {
+#pragma unroll 1
+        for (int r = 0; row + r < TILE_K; r += THREADS / LANES) {
+#pragma unroll 1
+            for (int c = 0; c < CHUNKS; c += LANES) {
+                const int bytes = row + r >= first && row + r < end ? clamp(left - 2 * c, 0, 2) * 8 : 0;
+                cp_async_16(base + r * PITCH + c * 16, address + c * 16, bytes);
+            }
+            address += THREADS / LANES * stride;
+        }
+    }
+}
+
+// Loads the block's rows of q, element by element, since two neighbours of a row are not neighbours where they go.
+__device__ __forceinline__ void load_queries(const Args& args, const Dense& place, uint32 base) {
+#pragma unroll 4
+    for (int n = fresh_thread_index(); n < TILE_Q * HEAD_DIM; n += THREADS) {
+        const int r = n / HEAD_DIM, d = n % HEAD_DIM, row = place.tile * TILE_Q + r;
+        const int t = K == 4 ? d : d % 8 / 2, term = K == 4 ? 0 : d / 8 * 2 + d % 2;
+        const uint32 lane = r % 8 * 4 + t;
+        const bool inside = row < place.rows() && d < args.head_dim;
+        const double x = inside ? load_global<double>(place.row(args.q, args.q_strides, row) + d * 8) : 0.0;
+        store_shared(base + r / ROWS * QUERY_BYTES + (term * WARP + lane) * sizeof(Pair) + r / 8 % 2 * 8, x);
     }
 }
 
@@ -320,45 +325,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const uint32 shared = shared_memory();
     const Mask mask(args.keys, args.first_shift, args.end_shift);
     auto load_keys = [&](const Facts& facts, int key) {
-        copy<TILE_K, HEAD_DIM, KEY_PITCH>(
-            shared + KEY_START, [&](int r) { return facts.k + static_cast<int64>(key + r) * args.k_strides.row; },
-            args.head_dim, facts.first_key - key, facts.end_key - key);
+        load_tile<HEAD_DIM, KEY_PITCH>(shared + KEY_START, facts.k + key * args.k_strides.row, args.k_strides.row,
+                                       args.head_dim, facts.first_key - key, facts.end_key - key);
     };
     auto load_values = [&](const Facts& facts, int key) {
-        copy<TILE_K, VALUE_DIM, VALUE_PITCH>(
-            shared + VALUE_START, [&](int r) { return facts.v + static_cast<int64>(key + r) * args.v_strides.row; },
-            args.value_dim, facts.first_key - key, facts.end_key - key);
+        load_tile<VALUE_DIM, VALUE_PITCH>(shared + VALUE_START, facts.v + key * args.v_strides.row, args.v_strides.row,
+                                          args.value_dim, facts.first_key - key, facts.end_key - key);
     };
 
     int warp_row, key, first;  // first of the warp's rows; key 0 of the next tile and of the last
     {
         const Dense place = locate(args);
         const Facts facts = gather(args, mask, place);
-        const int block_row = place.tile * TILE_Q;
-        warp_row = block_row + ROWS * uniform(warp_index() / PARTS);
+        warp_row = place.tile * TILE_Q + ROWS * uniform(warp_index() / PARTS);
         first = facts.first_key / TILE_K * TILE_K;
         key = facts.first_key < facts.end_key ? (facts.end_key - 1) / TILE_K * TILE_K : first - TILE_K;
         if (key >= first) {
             if (thread_index() == 0) store_shared(shared + FACTS_START, facts);
-            copy<TILE_Q, HEAD_DIM, KEY_PITCH>(
-                shared, [&](int r) { return place.row(args.q, args.q_strides, block_row + r); }, args.head_dim, 0,
-                place.rows() - block_row);
             load_keys(facts, key);
             cp_async_commit_group();
+            load_queries(args, place, shared);
         }
     }
 
-    const int g = lane_index() / 4, t = lane_index() % 4;
-    const uint32 terms = g * KEY_PITCH + t * (K == 4 ? 8 : 16);  // of a lane in rows of q and k
-    const uint32 queries = shared + warp_index() / PARTS * ROWS * KEY_PITCH + terms, keys = shared + KEY_START + terms;
-    const int first_column = warp_index() % PARTS * COLUMNS;  // that the warp has of out
-    const uint32 values = shared + VALUE_START + 2 * t * VALUE_PITCH + first_column * 8 + g * (COLUMNS == 8 ? 8 : 16);
+    // Addresses of the lane's first terms, worked out where they are used.
+    auto queries = [=] { return shared + warp_index() / PARTS * QUERY_BYTES + lane_index() * sizeof(Pair); };
+    auto keys = [=] { return shared + KEY_START + lane_index() / 4 * KEY_PITCH + lane_index() % 4 * (K == 4 ? 8 : 16); };
+    auto first_column = [] { return warp_index() % PARTS * COLUMNS; };  // that the warp has of out
+    auto values = [=] {
+        return shared + VALUE_START + lane_index() % 4 * 2 * VALUE_PITCH + (first_column() + lane_index() / 4) * 8;
+    };
     Out out = {};
     Rows rows;
 
     for (; key >= first; key -= TILE_K) {
         cp_async_wait_group<0>();
-        sync_threads();  // the keys are here for all warps, and all have left the values
+        sync_threads();  // q and the keys are here for all warps, and all have left the values
         load_values(load_shared<Facts>(shared + FACTS_START), key);
         cp_async_commit_group();
 
@@ -366,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const bool seen = key < mask.end_key(bottom) && key + TILE_K > mask.first_key(top);  // by some row of the warp
         Scores scores = {};
         if (seen) {
-            multiply_transposed(scores, queries, keys);
+            multiply_transposed(scores, queries(), keys());
             if (key < mask.first_key(bottom) || key + TILE_K > mask.end_key(top)) {
                 hide(scores, mask, args.pack, warp_row, key);
             }
@@ -376,9 +378,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         sync_threads();  // the values are here for all warps, and all have left the keys
         if (key > first) load_keys(load_shared<Facts>(shared + FACTS_START), key - TILE_K);
         cp_async_commit_group();
-        if (seen) accumulate(rows, out, scores, args.scale_log2, values);
+        if (seen) accumulate(rows, out, scores, args.scale_log2, values());
     }
-    store(args, mask, out, rows, warp_row, first_column);
+    store(args, mask, out, rows, warp_row, first_column());
 }
 
 }  // namespace cuflash

@@ -37,6 +37,7 @@ def jobs():
         chosen = [_plan.backward_variant(dtype, *pair, limits) for dtype, pair in zip(dtypes, PAIRS, strict=True)]
         dims = [(dim, rows) for dim in _plan.DECODE_TILES for rows in (1, 17)]
         chosen += {_plan.decode_variant(dtypes[0], dim, limits, rows): None for dim, rows in dims}
+        chosen += [_plan.float64_variant(*pair, limits) for pair in _plan.FLOAT64_TILES if pair not in PAIRS]
         chosen += [make(dtypes[0]) for make in (_plan.append_variant, _plan.rows_variant, _plan.finish_variant)]
         for variant in chosen:
             yield variant, int("".join(map(str, limits.capability)))

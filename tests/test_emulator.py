@@ -104,6 +104,32 @@ def test_mma(probe, dtype, seed):
         assert (got == wanted).all()
 
 
+@pytest.mark.parametrize("rows, terms", [(8, 4), (16, 4), (16, 8), (16, 16)])
+@pytest.mark.parametrize("seed", SEEDS[:3])
+def test_mma_of_float64(probe, rows, terms, seed):
+    rng = np.random.default_rng(seed)
+    a, b, d = rng.standard_normal((rows, terms)), rng.standard_normal((terms, 8)), rng.standard_normal((rows, 8))
+    a[3, 1], b[1, 5] = 1e-310, 2.0**1000  # a subnormal number counts
+    lane = np.arange(32)
+    g, t = lane // 4, lane % 4
+    operands = [a[g + r, t + k] for k in range(0, terms, 4) for r in range(0, rows, 8)]
+    operands += [b[t + k, g] for k in range(0, terms, 4)]
+    places = [(g + r, 2 * t + e) for r in range(0, rows, 8) for e in (0, 1)]
+    given = np.stack([*operands, *(d[place] for place in places)], 1)
+    results = probe(f"mma_float64_{rows}_{terms}", given, np.float64, 8 * rows, seed=seed).reshape(32, -1)
+    got = np.empty((rows, 8))
+    for place, result in zip(places, results.T, strict=True):
+        got[place] = result
+    error = np.abs(got - (d + a @ b)) / (np.abs(d) + np.abs(a) @ np.abs(b))
+    assert error.max() < terms * 2.0**-52
+
+
+def test_words_of_float64(probe):
+    x = np.random.default_rng(0).standard_normal(32)
+    got = probe("words_of_float64", x, np.float64, 64)
+    assert (got[:32] == x).all() and (got[32:] == x).all()
+
+
 def test_16_bits_to_floats(probe):
     got = probe("floats_of_16_bits", dtype=np.float32, size=2 << 16).reshape(-1, 2)
     bits = np.arange(1 << 16, dtype=np.uint16)
