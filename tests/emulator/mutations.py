@@ -190,6 +190,11 @@ HOPPER_WINDOW = replace(HOPPER_GRADIENT, causal=False, window=(100, 3))
 PANELS = replace(HOPPER_GRADIENT, queries=200, head_dim=128, value_dim=128)
 ROLES = replace(HOPPER_GRADIENT, queries=150, keys=150, head_dim=256, value_dim=256)
 
+# float64: three tiles of keys; a later one that outweighs an earlier; two warps for the same rows.
+FLOAT64 = replace(CAUSAL, dtype="float64", head_dim=24, value_dim=24)
+STEEP64 = replace(FLOAT64, scale=4.0)
+SHARED_ROWS = replace(FLOAT64, heads=1, queries=70, head_dim=128, value_dim=136)
+
 BARRIER = "sync_threads();  // what was copied is here for all warps, and all have left what is filled next\n"
 PINS = "            pin(out);\n            pin(weights);\n"
 KEYS = "facts.k = args.k + args.k_strides.offset(place.batch0, place.batch1, place.head"
@@ -443,7 +448,40 @@ MUTATIONS = (
         "reference == -INFINITE ? Real(0) : reference", "reference", WINDOW,
     ),
     Mutation("lse_in_base_2", "softmax.cuh", "(reference + log2_of(sum)) * LN_2", "(reference + log2_of(sum))", CAUSAL),
-    # float32 and float64
+    # float64
+    *(
+        Mutation(f"f64_{name}", "forward_f64.cu", old, new, recipe)
+        for name, old, new, recipe in (
+            (
+                "barrier_before_keys_removed",
+                "sync_threads();  // q and the keys are here for all warps, and all have left the values", "", FLOAT64,
+            ),
+            (
+                "barrier_before_values_removed",
+                "sync_threads();  // the values are here for all warps, and all have left the keys", "", FLOAT64,
+            ),
+            ("values_of_other_keys", "n / 2 * 8 + n % 2)", "n % 2 * 8 + n / 2)", FLOAT64),
+            ("rows_of_q_swapped", "r / 8 % 2 * 8, x", "(1 - r / 8 % 2) * 8, x", FLOAT64),
+            ("terms_of_q_apart", "d / 8 * 2 + d % 2;", "d % 2 * 2 + d / 8;", FLOAT64),
+            ("mask_one_key_too_far", "j >= first && j < end", "j >= first && j <= end", FLOAT64),
+            (
+                "tile_taken_for_seen_by_all", "key + TILE_K > mask.end_key(top)) {",
+                "key + TILE_K > mask.end_key(top) + 1) {", replace(FLOAT64, queries=1, keys=127),
+            ),
+            ("row_past_the_end_is_read", "r >= first && row + r < end ?", "r >= first && row + r <= end ?", FLOAT64),
+            ("rescale_left_out", "if (!any(", "if (any(", STEEP64),
+            ("rescale_of_the_other_row", "out[n][e] *= factor[e / 2];", "out[n][e] *= factor[1 - e / 2];", STEEP64),
+            ("columns_of_the_other_warp", "(first_column() + lane", "(COLUMNS - first_column() + lane", SHARED_ROWS),
+            ("lse_of_no_warp", "if (first_column == 0 &&", "if (first_column < 0 &&", FLOAT64),
+        )
+    ),
+    Mutation(
+        "f64_hidden_values_not_noticed", "forward_f64.cu", "ballot(inside && (", "ballot(false && (",
+        FLOAT64, testing.check_hidden_keys_may_hold_anything,
+    ),
+    Mutation("exponential_short_of_a_term", "softmax.cuh", "n < 12;", "n < 11;", FLOAT64),
+    Mutation("exponential_rounded_down", "softmax.cuh", "(low_word(rounded) + 1023)", "(low_word(rounded) + 1022)", FLOAT64),
+    # float32
     Mutation(
         "fma_barrier_before_keys_removed", "forward_fma.cu",
         "sync_threads();  // all have left the tile of v", "", FLOAT32,
