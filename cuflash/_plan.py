@@ -116,11 +116,11 @@ def _shared_bytes(kernel, element, head_dim, value_dim, tile_q, tile_k, warps, s
     return size * (tile_q * (head_dim + 1) + tile_k * (max(head_dim, value_dim) + 1) + tile_q * tile_k)
 
 
-# Tiles of forward in float64, by padded head_dim and value_dim: warps, tile_k, blocks a multiprocessor. An instruction
-# takes 4 or 8 columns of q and k or multiples of 16, and 8 of v: points in space and a number at each take (4, 8). Wider
-# dims are few, for a kernel takes seconds to compile.
+# Tiles of forward in float64, by padded head_dim and value_dim: warps, tile_k, blocks a multiprocessor. Instructions
+# take 4, 8 or 16 columns of q and k and 8 of v: points in space with a number at each are (4, 8). Wider dims are few, to
+# keep variants few; (8, 64) and (64, 8) are points with many numbers and features with one.
 FLOAT64_TILES = {
-    (4, 8): (4, 48, 3),
+    (4, 8): (4, 48, 3),  # with 64 keys registers spill
     (8, 8): (4, 48, 3),
     (16, 16): (4, 32, 4),
     (32, 32): (4, 32, 3),
@@ -130,7 +130,7 @@ FLOAT64_TILES = {
     (96, 96): (8, 32, 1),
     (64, 128): (8, 32, 1),
     (128, 64): (8, 32, 1),
-    (128, 128): (8, 32, 1),
+    (128, 128): (8, 32, 1),  # with 48 keys neither registers nor shared memory are enough
     (192, 192): (8, 32, 1),
     (128, 256): (8, 32, 1),
     (256, 128): (8, 16, 1),

@@ -18,8 +18,8 @@
 //
 // What limits speed: the tensor cores at wide head dims. On sm_90 they take 32 multiply-adds a clock and scheduler, so
 // at head_dim 128 a tile of 16 x 32 pairs keeps them for 4096 clocks; its exponentials, sums and maxima, 18 instructions
-// of float64 a pair at 16 lanes a clock, take 576 more of the same pipes, and reads of shared memory are 63 % of what
-// there is. At head_dim 8 or less the exponentials take three quarters of the time.
+// of float64 a pair at 16 lanes a clock, take 576 more, and reads of shared memory are 63 % of what there is. At head_dim
+// 8 or less what belongs to the exponentials takes about three quarters of the time.
 #include "careful.cuh"
 #include "mask.cuh"
 #include "place.cuh"

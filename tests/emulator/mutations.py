@@ -480,7 +480,7 @@ MUTATIONS = (
         FLOAT64, testing.check_hidden_keys_may_hold_anything,
     ),
     Mutation("exponential_short_of_a_term", "softmax.cuh", "n < 12;", "n < 11;", FLOAT64),
-    Mutation("exponential_rounded_down", "softmax.cuh", "(low_word(rounded) + 1023)", "(low_word(rounded) + 1022)", FLOAT64),
+    Mutation("exponential_halved", "softmax.cuh", "low_word(rounded) + 1023", "low_word(rounded) + 1022", FLOAT64),
     # float32
     Mutation(
         "fma_barrier_before_keys_removed", "forward_fma.cu",
