@@ -44,7 +44,8 @@ __device__ __forceinline__ void careful_row_of(const Args& args, const char* q, 
 #pragma unroll
         for (int n = 0; n < MOST; ++n) {
             int d = n * WARP + lane;
-            if (d < args.head_dim) s = fused_multiply_add(query[n], to_real(load_global<Element>(keys(j) + SIZE * d)), s);
+            if (d >= args.head_dim) continue;
+            s = fused_multiply_add(query[n], to_real(load_global<Element>(keys(j) + SIZE * d)), s);
         }
 #pragma unroll
         for (int lanes = WARP / 2; lanes > 0; lanes /= 2) s += shuffle_xor(s, lanes);

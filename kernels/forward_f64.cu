@@ -7,19 +7,20 @@
 // half its registers, so where values are wider two warps take the same scores and half of the columns each. The next
 // keys arrive while the values are worked on, and the values while the keys are.
 //
-// An instruction sums its terms in whatever order its operands hold them, if only both agree (g = lane / 4, t = lane % 4):
+// An instruction sums its terms in whatever order its operands hold them, if only both agree. With g = lane / 4 and
+// t = lane % 4:
 //   - q and k: a lane's terms are neighbours along head_dim, so that it loads 16 bytes of k at once. q lies in shared
-//     memory as lanes hold it, 16 bytes of rows g and g + 8 together;
-//   - weights: a quad's 2t, 2t + 1 of 8 keys, as scores come, are terms t and 4 + t of the sum over keys, and the values
-//     of keys 2t and 2t + 1 meet them there: no lane gives another anything.
-// Rows of k and v in shared memory are padded so that lanes which load together hit all banks: 8 lanes take four chunks
-// of two rows of k, which lie half a round of the banks apart; 16 lanes four elements of every other row of v, which lie
-// a quarter of a round apart.
+//     memory as lanes hold it, elements of rows g and g + 8 side by side;
+//   - weights: a quad's 2t, 2t + 1 of 8 keys, as scores come, are terms t and 4 + t of the sum over keys, and the
+//     values of keys 2t and 2t + 1 meet them there: no lane gives another anything.
+// Rows of k and v in shared memory are padded so that lanes which load together hit all banks: 8 lanes take four
+// chunks of two rows of k, which lie half a round of the banks apart; 16 lanes take four elements of every other row
+// of v, which lie a quarter of a round apart.
 //
 // What limits speed: the tensor cores at wide head dims. On sm_90 they take 32 multiply-adds a clock and scheduler, so
-// at head_dim 128 a tile of 16 x 32 pairs keeps them for 4096 clocks; its exponentials, sums and maxima, 18 instructions
-// of float64 a pair at 16 lanes a clock, take 576 more, and reads of shared memory are 63 % of what there is. At head_dim
-// 8 or less what belongs to the exponentials takes about three quarters of the time.
+// at head_dim 128 a tile of 16 x 32 pairs keeps them for 4096 clocks; its exponentials, sums and maxima, 18
+// instructions of float64 a pair at 16 lanes a clock, take 576 more, and reads of shared memory are 63 % of what there
+// is. At head_dim 8 or less what belongs to the exponentials takes about three quarters of the time.
 #include "careful.cuh"
 #include "mask.cuh"
 #include "place.cuh"
@@ -44,7 +45,7 @@ struct alignas(16) Pair {  // neighbours that travel together
     double low, high;
 };
 
-constexpr int QUERY_BYTES = 16 * HEAD_DIM * 8;  // of a warp's rows
+constexpr int QUERY_BYTES = ROWS * HEAD_DIM * 8;  // of a warp's rows
 // Bytes from one row to the next in shared memory; see above.
 constexpr int KEY_PITCH = HEAD_DIM * 8 + (HEAD_DIM % 16 == 0 ? 64 : 0);
 constexpr int VALUE_PITCH = VALUE_DIM * 8 + 16;
@@ -92,7 +93,8 @@ using Rows = SoftmaxRow<double>[2];
 // d += a b, 16 x 8 += 16 x TERMS times TERMS x 8. Where there is no instruction of that size, those of 8 rows and 4
 // terms take its operands as they are.
 template <int TERMS>
-__device__ __forceinline__ void multiply_add(double (&d)[4], const double (&a)[TERMS / 2], const double (&b)[TERMS / 4]) {
+__device__ __forceinline__ void multiply_add(double (&d)[4], const double (&a)[TERMS / 2],
+                                             const double (&b)[TERMS / 4]) {
     if constexpr (TALL_PRODUCTS) {
         mma_m16n8(d, a, b);
     } else {
@@ -177,7 +179,8 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
 }
 
 // weights = exp(scores - reference), 16 keys at a time, summed and at once multiplied with v: the exponentials of the
-// next 16 keys run while the tensor cores work on these. `values` is the address of column g, of those the warp has, of key 2t.
+// next 16 keys run while the tensor cores work on these. `values` is the address of the lane's first: column g of the
+// warp's, key 2t.
 __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& scores, double scale, uint32 values) {
 #pragma unroll
     for (int step = 0; step < TILE_K / 16; ++step) {
@@ -264,10 +267,12 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
     }
 }
 
-// Copies a tile of k or v to shared memory, all threads together: what lies beyond `columns` or outside rows [first, end)
-// is not read and becomes zeros. `source` is the address of the tile's row 0.
+// Copies a tile of k or v to shared memory, all threads together: what lies beyond `columns` or outside rows
+// [first, end) is not read and becomes zeros. `source` is the address of the tile's row 0. Tiles that lie inside, in
+// whole chunks, take no test of their rows.
 template <int WIDTH, int PITCH>
-__device__ __forceinline__ void load_tile(uint32 base, const char* source, int64 stride, int columns, int first, int end) {
+__device__ __forceinline__ void load_tile(uint32 base, const char* source, int64 stride, int columns, int first,
+                                          int end) {
     constexpr int CHUNKS = WIDTH / 2, DIVISOR = CHUNKS & -CHUNKS;
     constexpr int LANES = DIVISOR < THREADS ? DIVISOR : THREADS;  // threads along a row
     const int thread = fresh_thread_index(), row = thread / LANES, chunk = thread % LANES;
@@ -350,7 +355,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     // Addresses of the lane's first terms, worked out where they are used.
     auto queries = [=] { return shared + warp_index() / PARTS * QUERY_BYTES + lane_index() * sizeof(Pair); };
-    auto keys = [=] { return shared + KEY_START + lane_index() / 4 * KEY_PITCH + lane_index() % 4 * (K == 4 ? 8 : 16); };
+    auto keys = [=] {
+        return shared + KEY_START + lane_index() / 4 * KEY_PITCH + lane_index() % 4 * (K == 4 ? 8 : 16);
+    };
     auto first_column = [] { return warp_index() % PARTS * COLUMNS; };  // that the warp has of out
     auto values = [=] {
         return shared + VALUE_START + lane_index() % 4 * 2 * VALUE_PITCH + (first_column() + lane_index() / 4) * 8;

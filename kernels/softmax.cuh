@@ -6,8 +6,8 @@
 namespace cuflash {
 
 __device__ __forceinline__ float exp2_of(float x) { return ex2_approx(x); }
-// 2^x for x below 1023, within 2^-52; 0 from -1022 down. The fraction's power comes from a polynomial that errs by 2^-54,
-// the others' from their bits: 15 instructions of float64, where exp2 takes care of more.
+// 2^x for x below 1023, within 2^-52 of itself; 0 from -1022 down. The power of the fraction comes from a polynomial
+// that errs by 2^-54, that of the whole part from its bits: 15 instructions of float64, for exp2 minds more cases.
 __device__ __forceinline__ double exp2_of(double x) {
     constexpr double ROUNDER = 6755399441055744.0;  // 1.5 * 2^52: sums with it end in their whole part
     constexpr double TERMS[] = {4.078071929588337e-10,  7.072570412814423e-09,  1.0180647659234139e-07,

@@ -246,8 +246,8 @@ void mma_m16n8k16_first(Element, float (&d)[4], const uint32 (&a)[4], uint32 b0,
     mma<Element>("mma_m16n8k16_first", true, d, a, b0, b1, here);
 }
 
-// The same in float64, 16 or 8 rows and as many terms as the operands hold. (On a GPU each sum is rounded too, in an order
-// that is not written down.)
+// The same in float64, 16 or 8 rows and as many terms as the operands hold. (On a GPU each sum is rounded too, in an
+// order that is not written down.)
 template <int ROWS, int TERMS>
 struct MmaFloat64 {
     double* d[ROWS / 4];  // of rows g, then g + 8: columns 2t and 2t + 1
