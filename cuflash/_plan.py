@@ -117,8 +117,8 @@ def _shared_bytes(kernel, element, head_dim, value_dim, tile_q, tile_k, warps, s
 
 
 # Tiles of forward in float64, by padded head_dim and value_dim: warps, tile_k, blocks a multiprocessor. Instructions
-# take 4, 8 or 16 columns of q and k and 8 of v: points in space with a number at each are (4, 8). Wider dims are few, to
-# keep variants few; (8, 64) and (64, 8) are points with many numbers and features with one.
+# take 4, 8 or 16 columns of q and k and 8 of v: points in space with a number at each are (4, 8). Wider dims are few,
+# to keep variants few; (8, 64) and (64, 8) are points with many numbers and features with one.
 FLOAT64_TILES = {
     (4, 8): (4, 48, 3),  # with 64 keys registers spill
     (8, 8): (4, 48, 3),
