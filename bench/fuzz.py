@@ -99,11 +99,14 @@ def draw(variant, seed):
     if fewest := gpu.fewest_keys(variant):  # and few rows, since the bound takes its time
         queries = queries if rng.random() < 0.1 else int(rng.integers(1, 40))
         keys, key_heads, group, batch = fewest + keys, 1, min(group, 2), 1
-    every = variant.backward or variant.kernel in ("forward_f32", "forward_fma")  # one kernel for all masks
+    mixed = not variant.hopper and variant.head_dim != variant.value_dim
+    every = variant.backward or mixed or variant.element in ("float32", "float64")  # one kernel for all masks
     mask = str(rng.choice(["full", "causal", "window"])) if every else variant.mask
     keywords = _mask_keywords(rng, mask, queries, keys)
     if rng.random() < 0.3:
         keywords["scale"] = float(rng.choice([0.0, -0.2, 1.0, 0.01]))
+    if variant.parts == 2:
+        keywords["precision"] = "tf32"
     layouts = [str(rng.choice(LAYOUTS)) if rng.random() < 0.5 else "plain" for _ in range(3)]
     shapes = [(batch, key_heads * group, queries, head_dim), (batch, key_heads, keys, head_dim)]
     shapes.append((*shapes[1][:-1], value_dim))
@@ -156,6 +159,8 @@ def _dims(rng, variant):
         "forward_sm90": _plan.hopper_dims,
         "forward_f32_sm90": _plan.hopper_float32_dims,
         "backward_sm90": _plan.hopper_backward_dims,
+        "forward_f32": _plan.float32_dims,
+        "forward_f64": _plan.float64_dims,
         "decode": _plan.decode_dims,
         "decode_8bit": _plan.decode_8bit_dims,
     }.get(variant.kernel, _plan._padded)
@@ -437,7 +442,7 @@ def main(argv=None):
     variants = [variant for variant in _plan.variants(gpu.limits()) if variant.engine == options.engine]
     variants = [variant for variant in variants if variant.element in options.dtype.split(",")]
     mains = {
-        "forward": ("forward", "forward_f32", "forward_fma", "forward_sm90", "forward_f32_sm90"),
+        "forward": ("forward", "forward_f32", "forward_f64", "forward_sm90", "forward_f32_sm90"),
         "backward": ("backward", "backward_sm90"),
         "decode": ("decode", "decode_8bit"),
     }

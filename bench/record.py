@@ -51,7 +51,8 @@ class Case:
     def keywords(self):
         """Keywords of the call."""
         chosen = {"causal": True} if self.mask == "causal" else {}
-        return chosen | ({"window": self.window} if self.window else {})
+        chosen |= {"window": self.window} if self.window else {}
+        return chosen | ({"precision": self.precision} if self.precision else {})
 
     @property
     def pairs(self):

@@ -49,6 +49,7 @@ def parse(argv=None):
     parser.add_argument("--group", type=int, default=1, help="query heads a key head")
     parser.add_argument("--window", type=int, default=1023, help="keys on the left that a row sees, for mask window")
     parser.add_argument("--width", type=int, default=2048, help="heads x head_dim")
+    parser.add_argument("--precision", choices=("tf32",), help="of forward in float32")
     parser.add_argument("--contenders", default="fa2,cudnn", help="names by commas; '' for none")
     parser.add_argument("--rival", help="the contender the cases are judged against, or best; default the first")
     parser.add_argument("--cells", default=decode.CELLS, help="of decode: BATCHxLENGTH, by commas")
@@ -92,7 +93,7 @@ def cells(options):
                     yield record.Case(
                         what=options.what, engine=options.engine, dtype=dtype, head_dim=head_dim, value_dim=head_dim,
                         mask=mask, queries=length, length=length, batch=max(1, options.tokens // length),
-                        heads=heads, key_heads=heads // options.group, window=window,
+                        heads=heads, key_heads=heads // options.group, window=window, precision=options.precision,
                         reproducible=True if options.what == "backward" else None,
                     )  # fmt: skip
 

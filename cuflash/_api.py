@@ -3,7 +3,9 @@
 from . import _launch
 
 
-def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, engine=None):
+def forward(
+    q, k, v, *, scale=None, causal=False, window=None, precision=None, return_lse=False, out=None, engine=None
+):  # fmt: skip
     """Exact attention, ``softmax(scale * q @ k.mT) @ v``, without storing the scores.
 
     Parameters
@@ -28,6 +30,10 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
     window : (left, right), optional
         Row i sees keys ``i + offset - left <= j <= i + offset + right`` only, both ends included; None is unlimited.
         ``causal`` then cuts ``right`` down to 0. The offset is bottom-right's unless ``causal="top-left"``.
+    precision : {None, "tf32"}, optional
+        For float32: "tf32" where products need not be truer than those of one TF32 product, which is within 2^-10.
+        Where that is faster they are made of two bfloat16 for each number, within 2^-15, and otherwise of three as by
+        default, within 2^-24.
     return_lse : bool, default False
         Return also the natural logarithm of the sum of exponentials.
     out : array, optional
@@ -71,7 +77,7 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, return_lse=False,
            [0.5  , 0.5  , 0.   ],
            [0.333, 0.333, 0.333]], dtype=float32)
     """
-    return _launch.forward(q, k, v, scale, causal, window, return_lse, out, engine)
+    return _launch.forward(q, k, v, scale, causal, window, precision, return_lse, out, engine)
 
 
 def backward(
@@ -388,4 +394,5 @@ def explain(function, *arrays, **keywords):
     >>> print(cuflash.explain("forward", x, x, x))
     numpy (the arrays are NumPy's): no launch
     """
-    return _launch.explain(getattr(function, "__name__", function), arrays, keywords)
+    functions = {each.__name__: each for each in (forward, backward, decode)}
+    return _launch.explain(getattr(function, "__name__", function), arrays, keywords, functions)

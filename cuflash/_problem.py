@@ -75,6 +75,7 @@ class Problem:
     window: tuple | None
     mask: _masks.Full | _masks.Causal | _masks.Window
     return_lse: bool = False
+    precision: str | None = None  # of float32: "tf32" where it will do
     q: Operand | None = None
     k: Operand | None = None
     v: Operand | None = None
@@ -358,14 +359,27 @@ def _window(function, window):
     return tuple(None if side is None else int(side) for side in window)
 
 
+def whole(function, name, value, least, wanted="an integer"):
+    """An integer of at least a certain size."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{function}: {name} is {value!r}; wanted {wanted}")
+    if value < least:
+        raise ValueError(f"{function}: {name} is {value}; wanted {least} or more")
+    return int(value)
+
+
 def _splits(splits):
-    if splits is None:
+    return None if splits is None else whole("decode", "splits", splits, 1, "an integer or None")
+
+
+def _precision(function, precision, dtype):
+    if precision is None:
         return None
-    if isinstance(splits, (bool, np.bool_)) or not isinstance(splits, numbers.Integral):
-        raise TypeError(f"decode: splits is {splits!r}; wanted an integer or None")
-    if splits < 1:
-        raise ValueError(f"decode: splits is {splits}; wanted 1 or more")
-    return int(splits)
+    if not (isinstance(precision, str) and precision == "tf32"):
+        raise ValueError(f"{function}: precision is {precision!r}; wanted None or 'tf32'")
+    if dtype != "float32":
+        raise ValueError(f"{function}: precision is 'tf32', the arrays are of {dtype}; wanted float32 for that")
+    return precision
 
 
 def _engine(function, engine, found):
@@ -452,14 +466,16 @@ def _describe(function, inputs, scale, causal, window, engine):
     )
 
 
-def forward(q, k, v, *, scale, causal, window, return_lse, out, engine):
+def forward(q, k, v, *, scale, causal, window, return_lse, out, engine, precision=None):
     """Validate a call of ``forward``."""
     inputs = {"q": q, "k": k, "v": v}
     problem = _describe("forward", inputs, scale, causal, window, engine)
     if out is not None:
         _common_library("forward", {"q": q, "out": out})
         _result("forward", "out", out, problem.out_shape, q.dtype, inputs)
-    return replace(problem, return_lse=bool(return_lse), out=None if out is None else _operand(out, problem.batch))
+    precision = _precision("forward", precision, problem.dtype)
+    out = None if out is None else _operand(out, problem.batch)
+    return replace(problem, precision=precision, return_lse=bool(return_lse), out=out)
 
 
 def backward(dout, q, k, v, out, lse, *, scale, causal, window, dlse, grads, engine):
@@ -749,14 +765,6 @@ def pool(sizes, layers, dtype, xp):
     if found is None:
         raise TypeError(f"PagedCache: dtype is {dtype!r}; wanted one of {', '.join(ELEMENTS)}")
     return found.dtype
-
-
-def whole(function, name, value, least):
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{function}: {name} is {value!r}; wanted an integer")
-    if value < least:
-        raise ValueError(f"{function}: {name} is {value}; wanted {least} or more")
-    return int(value)
 
 
 def cache_ids(function, ids):

@@ -123,7 +123,7 @@ KERNELS = {
         "forward_f32_sm90.cu",
         _args(np.float32, PARTS_POINTERS, "q_map k_map v_map", wide="first_block", sizes="out_vectors"),
     ),
-    "forward_fma": ("forward_fma.cu", _args(np.float64, wide="first_block", sizes="out_vectors")),
+    "forward_f64": ("forward_f64.cu", _args(np.float64, wide="first_block", sizes="out_vectors")),
     "forward_sm90": (
         "forward_sm90.cu",
         _args(np.float32, "q k v out lse ticket", "q_map k_map v_map out_map", sizes="out_boxes blocks rows"),
@@ -170,7 +170,9 @@ class Variant:
     out_staged: int = 0  # panels of a warp's rows of out in shared memory of its own, to leave by tensor copies
     early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
     ordered: int = 1  # backward: whether sums of dq take turns; 0 in tests of what that costs
+    tall_products: int = 0  # float64: whether the device multiplies 16 rows in one instruction
     vector_adds: int = 0  # backward: whether the device adds four floats at once
+    parts: int = 0  # float32: bfloat16 that a number is split into
     converts: int = 0  # decode: whether the device converts E4M3
 
     @property
@@ -179,7 +181,7 @@ class Variant:
         dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}v{self.value_dim}"
         tiles = f"q{self.tile_q}_k{self.tile_k}_w{self.warps}_b{self.blocks_per_sm}"
         more = "_r" * self.query_registers + f"_o{self.out_staged}" * (self.out_staged > 0)
-        more += f"_e{self.early}" * (self.early > 0)
+        more += f"_e{self.early}" * (self.early > 0) + f"_p{self.parts}" * (self.parts > 0)
         mask = f"_{self.mask}" if self.forward else ""  # always the most general elsewhere
         more += "" if self.ordered else "_unordered"
         return f"{self.kernel}_{KINDS[self.element].short}{mask}_{dims}_{tiles}_s{self.stages}{more}"
@@ -227,7 +229,13 @@ class Variant:
         """Whether the kernel's text speaks of a field: compilers warn of constants that are not used."""
         if field.default is MISSING:
             return field.name not in _UNUSED.get(self.kernel, ())
-        owners = {"ordered": ("backward", "backward_sm90"), "vector_adds": ("backward",), "converts": ("decode_8bit",)}
+        owners = {
+            "ordered": ("backward", "backward_sm90"),
+            "tall_products": ("forward_f64",),
+            "parts": ("forward_f32", "forward_f32_sm90", "forward_parts"),
+            "vector_adds": ("backward",),
+            "converts": ("decode_8bit",),
+        }
         return self.kernel in owners.get(field.name, ("forward_sm90",))
 
     @property
@@ -259,7 +267,7 @@ class Variant:
         """The products of a warpgroup of the sizes in use."""
         sizes = {
             "forward_sm90": (self.tile_k, self.value_dim),
-            "forward_f32_sm90": (64,),
+            "forward_f32_sm90": (self.tile_k, 64),  # the last: columns of a panel of values
             "backward_sm90": (self.tile_q, self.head_dim, 64),  # the last: columns of a consumer's part of dq
             "backward_dq_sm90": (self.tile_k, self.head_dim),
         }

@@ -20,7 +20,9 @@ of parts the six largest are made, exactly, and ``x_1 y_2 + x_2 y_1 + x_2 y_2``,
 y_0`` have a sum of their own: eight at a time cost eight cuts of 2^-24, one of the sum so far, and 2^-23, so D of them
 0.7 D roundings of u = 2^-23. The other five, together below 2^-6.9 |x y|, have another: 5 D roundings, of so much less,
 0.05 D. What is left out costs half of a u, adding the two sums another half: x is 2, which covers what is more than D
-for few terms. Each of the six products may be flushed.
+for few terms. Each of the six products may be flushed. Where "tf32" will do, a number has two parts and a product the
+three largest of four: ``x_1 y_1`` and what is left of either number are below 2^-15 |x y|, 2^8 u (one product of TF32
+would be within 2^-10).
 
 **Weights.** A weight is ``2^(c x_j - r)``, x_j the dot product, ``c = scale log2 e``, r the row's reference. Any r
 serves, since out and lse share it; it lags the largest score so far by at most ``lag`` (8 in units of log2). When it
@@ -77,7 +79,9 @@ linearly. Their sums take n terms and cost n roundings in any order: over the ke
 part and parts are added in float32; over the rows of all heads of a group for dk and dv. The scale is rounded and
 multiplied at the end, and what broadcasting stretched is added in float32 before the last rounding.
 
-In float64 every u is twice that of the format, since the reference rounds too.
+In float64 every u is twice that of the format, since the reference rounds too. Tensor cores round each sum of a product
+in float64 to nearest, in an order that is not written down, so that D terms cost D roundings there too; the exponential
+is a polynomial that errs by one unit in the last place, the reference's by another.
 
 The bound is infinite where a score leaves the format of the accumulator, or a result that of the output.
 """
@@ -208,7 +212,10 @@ def _paths():
         if dtype == "float32":  # split; the parts of a product may be flushed, each by itself
             gpu |= {"u_sum": 2.0**-23, "u_weight": 2.0**-24, "product": 2, "block": 32, "tiny": 8 * base["tiny"]}
             paths["sm90 float32"] = Path(**gpu | {"block": 64})
+            paths["sm90 tf32"] = Path(**gpu | {"block": 128, "u_weight": 2.0**-15, "product": 2 + 2**8})
         paths[f"portable {dtype}"] = Path(**gpu)
+    for engine in ("numpy", "portable"):  # of three parts, "tf32" or not
+        paths[f"{engine} tf32"] = paths[f"{engine} float32"]
     return paths
 
 

@@ -14,8 +14,6 @@
 
 namespace cuflash {
 
-constexpr int PARTS = 3;
-
 // Numbers whose rounding is beyond bfloat16 get its largest as their first part; the others hold the rest. An infinity
 // leaves NaN in its last part, NaN in its second: neither goes through a product unnoticed.
 __device__ __forceinline__ float limited(float x) {
@@ -37,29 +35,28 @@ __device__ __forceinline__ void split(uint32 (&parts)[PARTS], float low, float h
 
 using Parts = uint32[PARTS][4];  // registers of an operand of 16 x 16, for each part
 
-// sum += the product of part I of a, 16 x 16, and part J of b, 16 x 8, whose registers begin at `at`; or, if `first`,
-// = instead.
-template <int I, int J>
-__device__ __forceinline__ void multiply_parts(float (&sum)[4], const Parts& a, const Parts& b, int at,
-                                               bool first) {
-    if (first) {
-        mma_m16n8k16_first(BFloat16{}, sum, a[I], b[J][at], b[J][at + 1]);
-    } else {
-        mma_m16n8k16(BFloat16{}, sum, a[I], b[J][at], b[J][at + 1]);
+// sum += the products of a, 16 x 16, and b, 16 x 8, whose registers begin at `at`; or, if `first`, = instead. The small
+// ones, least first:
+__device__ __forceinline__ void multiply_small(float (&sum)[4], const Parts& a, const Parts& b, int at, bool first) {
+#pragma unroll
+    for (int total = PARTS - 1; total > 0; --total) {
+#pragma unroll
+        for (int i = 0; i <= total; ++i) {
+            if (first && i == 0 && total == PARTS - 1) {
+                mma_m16n8k16_first(BFloat16{}, sum, a[i], b[total - i][at], b[total - i][at + 1]);
+            } else {
+                mma_m16n8k16(BFloat16{}, sum, a[i], b[total - i][at], b[total - i][at + 1]);
+            }
+        }
     }
 }
-// The same of the five small products, least first.
-__device__ __forceinline__ void multiply_small(float (&sum)[4], const Parts& a, const Parts& b, int at,
-                                               bool first) {
-    multiply_parts<0, 2>(sum, a, b, at, first);
-    multiply_parts<2, 0>(sum, a, b, at, false);
-    multiply_parts<1, 1>(sum, a, b, at, false);
-    multiply_parts<0, 1>(sum, a, b, at, false);
-    multiply_parts<1, 0>(sum, a, b, at, false);
-}
-__device__ __forceinline__ void multiply_large(float (&sum)[4], const Parts& a, const Parts& b, int at,
-                                               bool first) {
-    multiply_parts<0, 0>(sum, a, b, at, first);
+// The large one:
+__device__ __forceinline__ void multiply_large(float (&sum)[4], const Parts& a, const Parts& b, int at, bool first) {
+    if (first) {
+        mma_m16n8k16_first(BFloat16{}, sum, a[0], b[0][at], b[0][at + 1]);
+    } else {
+        mma_m16n8k16(BFloat16{}, sum, a[0], b[0][at], b[0][at + 1]);
+    }
 }
 
 // Tiles of the parts of ROWS x COLUMNS numbers, one behind the other.

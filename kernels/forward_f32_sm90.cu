@@ -34,7 +34,7 @@ constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
 constexpr int PANELS = VALUE_DIM / 64;
 
 static_assert(WARPS == 4 * (1 + CONSUMERS) && TILE_Q % ROWS == 0, "WARPS: a producer, and a consumer every 64 rows");
-static_assert(TILE_K == 64, "TILE_K: products of scores and of a panel of values are of one size");
+static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of a product");
 static_assert(HEAD_DIM % 64 == 0 && VALUE_DIM % 64 == 0, "whole panels");
 
 // The registers of a multiprocessor, 64 K, as the launch deals them out: 168 a thread.
@@ -140,8 +140,6 @@ __device__ __forceinline__ void produce(const Args& args, const Dense& place, Sp
     }
 }
 
-using Sum = float[32];  // of a product, 64 x 64: this thread's
-
 __device__ __forceinline__ void consume(const Args& args, const Mask& mask, const Dense& place, Span span, uint32 shared,
                                         int consumer) {
     const Scaled score{args.scale_log2};
@@ -157,9 +155,10 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
     Out out = {};
     Rows rows;
     Turn turn;
-    Sum small, large;  // of the five small products, and of the large one
+    float small[TILE_K / 2], large[TILE_K / 2];          // scores of the small products, and of the large one
+    float small_values[32], large_values[32];  // the same of a panel of out
     // sum += part I of q times part J of the keys.
-    auto multiply_keys = [&](Sum& sum, int i, int j, bool first) {
+    auto multiply_keys = [&](float(&sum)[TILE_K / 2], int i, int j, bool first) {
         const uint32 q = uniform((shared + (consumer * PARTS + i) * QueryTile::BYTES) / 16);
         const uint32 k = uniform((shared + KEY_START + (turn.stage * PARTS + j) * KeyTile::BYTES) / 16);
 #pragma unroll
@@ -169,7 +168,7 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
         }
     };
     // sum += part I of the weights times part J of a panel of values.
-    auto multiply_values = [&](Sum& sum, const Weights& weights, int i, int panel, int j, bool first) {
+    auto multiply_values = [&](float(&sum)[32], const Weights& weights, int i, int panel, int j, bool first) {
         const int n = (turn.stage * PANELS + panel) * PARTS + j;
         const uint32 v = uniform((shared + VALUE_START + n * ValuePanel::BYTES) / 16);
 #pragma unroll
@@ -229,8 +228,8 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
         weigh(weights, rows, scores, score);
 #pragma unroll
         for (int panel = 0; panel < PANELS; ++panel) {
-            pin(small);
-            pin(large);
+            pin(small_values);
+            pin(large_values);
 #pragma unroll
             for (int step = 0; step < TILE_K / 16; ++step) pin(weights[step]);
             wait_values(panel);
@@ -238,16 +237,16 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
 #pragma unroll
             for (int j = PARTS - 1; j >= 0; --j) {
 #pragma unroll
-                for (int i = PARTS - 1 - j; i > 0; --i) multiply_values(small, weights, i, panel, j, false);
-                multiply_values(j > 0 ? small : large, weights, 0, panel, j, j == PARTS - 1 || j == 0);
+                for (int i = PARTS - 1 - j; i > 0; --i) multiply_values(small_values, weights, i, panel, j, false);
+                multiply_values(j > 0 ? small_values : large_values, weights, 0, panel, j, j == PARTS - 1 || j == 0);
             }
             wgmma_commit_group();
             wgmma_wait_group<0>();
-            pin(small);
-            pin(large);
+            pin(small_values);
+            pin(large_values);
             release(VALUES_EMPTY, turn.stage * PANELS + panel);
 #pragma unroll
-            for (int i = 0; i < 32; ++i) out[8 * panel + i / 4][i % 4] += large[i] + small[i];
+            for (int i = 0; i < 32; ++i) out[8 * panel + i / 4][i % 4] += large_values[i] + small_values[i];
         }
     }
     store(args, mask, place, warp_row, out, rows);

@@ -346,14 +346,17 @@ class Emulator:
         dims = q.shape[-1], v_cache.shape[-1]
         self.build(_plan.decode_variant_of(kv_format or q.dtype.name, *dims, self.limits, rows))
 
-    def forward(self, q, k, v, *, scale=None, causal=False, window=None, return_lse=False, out=None, engine=None):
+    def forward(
+        self, q, k, v, *, scale=None, causal=False, window=None, precision=None, return_lse=False, out=None, engine=None
+    ):  # fmt: skip
         """`cuflash.forward` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""
         engine = None if engine == "emulated" else engine
         q, k, v = (_problem.adopt("forward", name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         out = out if out is None else _problem.adopt("forward", "out", out)
         problem = _problem.forward(
-            q, k, v, scale=scale, causal=causal, window=window, return_lse=return_lse, out=out, engine=engine
-        )
+            q, k, v, scale=scale, causal=causal, window=window, precision=precision, return_lse=return_lse, out=out,
+            engine=engine,
+        )  # fmt: skip
         return _Forward(problem, self.plan(problem), Host(self))(q, k, v, out)
 
     def backward(
