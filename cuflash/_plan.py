@@ -117,7 +117,7 @@ def _padded(head_dim, value_dim):
 # multiprocessor of an H200, a pair takes 768, 0.31 cycles, while multiply-adds outside the tensor cores would read
 # shared memory some 30 times for it at head_dim 3, and 32 of these are a cycle.
 FLOAT32_TILES = {
-    32: ((128, 64, 2, 2), (128, 32, 2, 2)),  # 32 keys: 0.86; 4 blocks of 64 rows: 0.94
+    32: ((64, 48, 3, 2),),  # 64 keys spill; 2 blocks of 128 rows, 32 keys: 0.93
     64: ((64, 32, 3, 2), (64, 32, 2, 2)),
     96: ((128, 32, 1, 2), (64, 32, 1, 2)),
     128: ((128, 32, 1, 2), (64, 32, 1, 2)),
@@ -282,7 +282,10 @@ def hopper_variant(dtype, mask, head_dim, value_dim, keys=0):
 
 # The same in float32, by the bfloat16 parts of a number and head dims padded alike: tile_q, tile_k, stages. Three parts
 # of more columns have no room; two make the products of "tf32".
-HOPPER_FLOAT32_TILES = {3: {64: (128, 64, 2), 128: (128, 64, 1)}, 2: {64: (128, 128, 2), 128: (128, 128, 1)}}
+HOPPER_FLOAT32_TILES = {
+    3: {64: (128, 96, 1), 128: (128, 64, 1)},  # 64 keys, 2 or 3 stages, at 64: 0.9
+    2: {64: (128, 128, 2), 128: (128, 128, 1)},  # 96 keys: 0.97 at 64, 0.98 at 128; 64 keys in 2 stages: 0.9, 0.95
+}
 FEWEST_FLOAT32_COLUMNS = 33  # below, the portable engine pads to 32, half as much
 
 
@@ -294,7 +297,7 @@ def hopper_float32_dims(head_dim, value_dim):
 def hopper_float32_variant(dim, parts):
     """The sm90 engine's forward kernel of float32 for a padded head dim, of v too: one for all masks."""
     tile_q, tile_k, stages = HOPPER_FLOAT32_TILES[parts][dim]
-    consumers, panels = tile_q // 64, dim // 64
+    consumers, panels = tile_q // 64, dim // 64 if parts > 2 else 1
     shared = 2 * parts * dim * (tile_q + 2 * stages * tile_k)  # q, keys and values
     shared += 8 * (consumers + 2 * stages * (parts + panels))  # barriers
     warps = 4 * (1 + consumers)

@@ -210,8 +210,8 @@ def _paths():
             gpu |= {"u_sum": 2.0**-23, "u_weight": out["u_out"], "least_weight": min(out["least_out"], 2.0**-25)}
             paths[f"sm90 {dtype}"] = Path(**gpu)
         if dtype == "float32":  # split; the parts of a product may be flushed, each by itself
-            gpu |= {"u_sum": 2.0**-23, "u_weight": 2.0**-24, "product": 2, "block": 32, "tiny": 8 * base["tiny"]}
-            paths["sm90 float32"] = Path(**gpu | {"block": 64})
+            gpu |= {"u_sum": 2.0**-23, "u_weight": 2.0**-24, "product": 2, "block": 48, "tiny": 8 * base["tiny"]}
+            paths["sm90 float32"] = Path(**gpu | {"block": 128})
             paths["sm90 tf32"] = Path(**gpu | {"block": 128, "u_weight": 2.0**-15, "product": 2 + 2**8})
         paths[f"portable {dtype}"] = Path(**gpu)
     for engine in ("numpy", "portable"):  # of three parts, "tf32" or not

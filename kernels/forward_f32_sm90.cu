@@ -31,7 +31,8 @@ namespace cuflash {
 constexpr int ROWS = 64;  // of a consumer
 constexpr int CONSUMERS = TILE_Q / ROWS;
 constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
-constexpr int PANELS = VALUE_DIM / 64;
+constexpr bool ONE_SUM = PARTS < 3;  // two parts are not so true that cutting beside large products would show
+constexpr int PANEL = ONE_SUM ? VALUE_DIM : 64, PANELS = VALUE_DIM / PANEL;
 
 static_assert(WARPS == 4 * (1 + CONSUMERS) && TILE_Q % ROWS == 0, "WARPS: a producer, and a consumer every 64 rows");
 static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of a product");
@@ -43,7 +44,7 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 using QueryTile = Panels<ROWS, HEAD_DIM>;
 using KeyTile = Panels<TILE_K, HEAD_DIM>;
-using ValuePanel = Panels<TILE_K, 64>;
+using ValuePanel = Panels<TILE_K, PANEL>;
 
 // Every buffer has two barriers: full, which copies complete, and empty, on which each warp that reads it arrives.
 struct Shared {
@@ -130,10 +131,9 @@ __device__ __forceinline__ void produce(const Args& args, const Dense& place, Sp
             const int n = turn.stage * PANELS + panel;
             mbarrier_wait(barrier(shared, VALUES_EMPTY, n), turn.parity ^ 1);
             for (int part = 0; part < PARTS; ++part) {
-                const Corner corner{64 * panel, tile * TILE_K, key_head, part, 0};
-                mbarrier_arrive_expect_tx(barrier(shared, VALUES_FULL, n), ValuePanel::BYTES);
-                cp_async_bulk_tensor_load(shared + VALUE_START + (n * PARTS + part) * ValuePanel::BYTES, args.v_map,
-                                          barrier(shared, VALUES_FULL, n), corner, EVICT_LAST);
+                ValuePanel::load(shared + VALUE_START + (n * PARTS + part) * ValuePanel::BYTES, args.v_map,
+                                 barrier(shared, VALUES_FULL, n), {PANEL * panel, tile * TILE_K, key_head, part, 0},
+                                 EVICT_LAST);
             }
         }
         turn.advance();
@@ -155,8 +155,10 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
     Out out = {};
     Rows rows;
     Turn turn;
-    float small[TILE_K / 2], large[TILE_K / 2];          // scores of the small products, and of the large one
-    float small_values[32], large_values[32];  // the same of a panel of out
+    // Sums of the large product and of the small ones: of scores, and of a panel of out.
+    float large[TILE_K / 2], other[TILE_K / 2], large_out[PANEL / 2], other_out[PANEL / 2];
+    float(&small)[TILE_K / 2] = ONE_SUM ? large : other;
+    float(&small_out)[PANEL / 2] = ONE_SUM ? large_out : other_out;
     // sum += part I of q times part J of the keys.
     auto multiply_keys = [&](float(&sum)[TILE_K / 2], int i, int j, bool first) {
         const uint32 q = uniform((shared + (consumer * PARTS + i) * QueryTile::BYTES) / 16);
@@ -168,13 +170,13 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
         }
     };
     // sum += part I of the weights times part J of a panel of values.
-    auto multiply_values = [&](float(&sum)[32], const Weights& weights, int i, int panel, int j, bool first) {
+    auto multiply_values = [&](float(&sum)[PANEL / 2], const Weights& weights, int i, int panel, int j, bool first) {
         const int n = (turn.stage * PANELS + panel) * PARTS + j;
         const uint32 v = uniform((shared + VALUE_START + n * ValuePanel::BYTES) / 16);
 #pragma unroll
         for (int step = 0; step < TILE_K / 16; ++step) {
-            Wgmma<64>::template rs<1>(sum, weights[step][i], ValuePanel::columns_descriptor(v + ValuePanel::down(step)),
-                                      !first || step > 0);
+            Wgmma<PANEL>::template rs<1>(sum, weights[step][i],
+                                         ValuePanel::columns_descriptor(v + ValuePanel::down(step)), !first || step > 0);
         }
     };
     auto wait_keys = [&](int part) {
@@ -206,7 +208,7 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
             wait_keys(j);
 #pragma unroll
             for (int i = PARTS - 1 - j; i > 0; --i) multiply_keys(small, i, j, j == PARTS - 1);
-            multiply_keys(j > 0 ? small : large, 0, j, j == PARTS - 1 || j == 0);
+            multiply_keys(j > 0 ? small : large, 0, j, j == PARTS - 1 || (j == 0 && !ONE_SUM));
             wgmma_commit_group();
         }
         if constexpr (PARTS > 2) {
@@ -220,7 +222,7 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
         pin(large);
         release(KEYS_EMPTY, turn.stage * PARTS);
 #pragma unroll
-        for (int i = 0; i < TILE_K / 2; ++i) scores[i / 4][i % 4] = large[i] + small[i];
+        for (int i = 0; i < TILE_K / 2; ++i) scores[i / 4][i % 4] = ONE_SUM ? large[i] : large[i] + small[i];
         const int key = tile * TILE_K;
         if (key < all_first || key + TILE_K > all_end) hide(scores, mask, args.pack, warp_row, key);
         raise(rows, out, scores, score);
@@ -228,8 +230,8 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
         weigh(weights, rows, scores, score);
 #pragma unroll
         for (int panel = 0; panel < PANELS; ++panel) {
-            pin(small_values);
-            pin(large_values);
+            pin(small_out);
+            pin(large_out);
 #pragma unroll
             for (int step = 0; step < TILE_K / 16; ++step) pin(weights[step]);
             wait_values(panel);
@@ -237,16 +239,19 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
 #pragma unroll
             for (int j = PARTS - 1; j >= 0; --j) {
 #pragma unroll
-                for (int i = PARTS - 1 - j; i > 0; --i) multiply_values(small_values, weights, i, panel, j, false);
-                multiply_values(j > 0 ? small_values : large_values, weights, 0, panel, j, j == PARTS - 1 || j == 0);
+                for (int i = PARTS - 1 - j; i > 0; --i) multiply_values(small_out, weights, i, panel, j, false);
+                multiply_values(j > 0 ? small_out : large_out, weights, 0, panel, j,
+                                j == PARTS - 1 || (j == 0 && !ONE_SUM));
             }
             wgmma_commit_group();
             wgmma_wait_group<0>();
-            pin(small_values);
-            pin(large_values);
+            pin(small_out);
+            pin(large_out);
             release(VALUES_EMPTY, turn.stage * PANELS + panel);
 #pragma unroll
-            for (int i = 0; i < 32; ++i) out[8 * panel + i / 4][i % 4] += large_values[i] + small_values[i];
+            for (int i = 0; i < PANEL / 2; ++i) {
+                out[PANEL / 8 * panel + i / 4][i % 4] += ONE_SUM ? large_out[i] : large_out[i] + small_out[i];
+            }
         }
     }
     store(args, mask, place, warp_row, out, rows);

@@ -29,13 +29,12 @@ struct Panels {
     static __device__ constexpr uint32 right(int step) { return step / 4 * (PANEL_BYTES / 16) + step % 4 * 2; }
     static __device__ constexpr uint32 down(int step) { return step * (16 * 128 / 16); }
 
-    // The tile whose first row is `corner`, panel by panel, boxes of `box_bytes` each.
+    // The tile that begins at `corner`, panel by panel, boxes of `box_bytes` each.
     static __device__ __forceinline__ void load(uint32 address, const TensorMap& map, uint32 barrier, Corner corner,
                                                 uint64 policy, int box_bytes = PANEL_BYTES) {
         mbarrier_arrive_expect_tx(barrier, COUNT * box_bytes);
 #pragma unroll
-        for (int panel = 0; panel < COUNT; ++panel) {
-            corner.column = 64 * panel;
+        for (int panel = 0; panel < COUNT; ++panel, corner.column += 64) {
             cp_async_bulk_tensor_load(address + panel * PANEL_BYTES, map, barrier, corner, policy);
         }
     }
