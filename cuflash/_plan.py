@@ -200,6 +200,8 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits):
     head_dim, value_dim = _padded(head_dim, value_dim)
     mask = mask if head_dim == value_dim else "window"  # the most general serves all, to keep variants few
     widest, stages = max(head_dim, value_dim), 2
+    if head_dim != value_dim and not_hopper(limits) is None:
+        mask = "window"  # which serves all: variants are many there, and the sm90 engine leaves few problems
     if widest <= 32:
         tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 128: 0.97 of it, causal
     elif widest <= 64:
