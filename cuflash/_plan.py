@@ -112,10 +112,11 @@ def _padded(head_dim, value_dim):
 # that fit shared memory are taken.
 #
 # Float32, by the padded head dim, of v too, for little is multiplied of what is padded: at 64 several blocks work while
-# one splits keys; from 96 on one block reads keys for as many rows as there is room for, 2 blocks of 64 rows 0.97 of it,
-# at 192 0.78; at 256 32 keys have no stage beside, 0.8 of the speed. Head dims below 16 take 32 too: of the 2,450 operations a cycle that mma.sync does on a
-# multiprocessor of an H200, a pair takes 768, 0.31 cycles, while multiply-adds outside the tensor cores would read
-# shared memory some 30 times for it at head_dim 3, and 32 of these are a cycle.
+# one splits keys; from 96 on one block reads keys for as many rows as there is room for, 2 blocks of 64 rows 0.97 of
+# it, at 192 0.78; at 256 32 keys have no stage beside, 0.8 of the speed. Head dims below 16 take 32 too: of the 2,450
+# operations a cycle that mma.sync does on a multiprocessor of an H200, a pair takes 768, 0.31 cycles, while
+# multiply-adds outside the tensor cores would read shared memory some 30 times for it at head_dim 3, and 32 of these
+# are a cycle.
 FLOAT32_TILES = {
     32: ((64, 48, 3, 2),),  # 64 keys spill; 2 blocks of 128 rows, 32 keys: 0.93
     64: ((64, 32, 3, 2), (64, 32, 2, 2)),

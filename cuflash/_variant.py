@@ -267,7 +267,7 @@ class Variant:
         """The products of a warpgroup of the sizes in use."""
         sizes = {
             "forward_sm90": (self.tile_k, self.value_dim),
-            "forward_f32_sm90": (self.tile_k, 64 if self.parts > 2 else self.value_dim),  # the last: of a panel of values
+            "forward_f32_sm90": (self.tile_k, 64 if self.parts > 2 else self.value_dim),  # the last: of a panel
             "backward_sm90": (self.tile_q, self.head_dim, 64),  # the last: columns of a consumer's part of dq
             "backward_dq_sm90": (self.tile_k, self.head_dim),
         }

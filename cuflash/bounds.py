@@ -20,9 +20,9 @@ of parts the six largest are made, exactly, and ``x_1 y_2 + x_2 y_1 + x_2 y_2``,
 y_0`` have a sum of their own: eight at a time cost eight cuts of 2^-24, one of the sum so far, and 2^-23, so D of them
 0.7 D roundings of u = 2^-23. The other five, together below 2^-6.9 |x y|, have another: 5 D roundings, of so much less,
 0.05 D. What is left out costs half of a u, adding the two sums another half: x is 2, which covers what is more than D
-for few terms. Each of the six products may be flushed. Where "tf32" will do, a number has two parts and a product the
-three largest of four: ``x_1 y_1`` and what is left of either number are below 2^-15 |x y|, 2^8 u (one product of TF32
-would be within 2^-10).
+for few terms. Each of the six products may be flushed. Where "tf32" will do, on sm90, a number has two parts and a
+product the three largest of four: ``x_1 y_1`` and what is left of either number are below 2^-15 |x y|, 2^8 u (one
+product of TF32 would be within 2^-10). They have one sum, small ones first, so that little is cut beside large ones.
 
 **Weights.** A weight is ``2^(c x_j - r)``, x_j the dot product, ``c = scale log2 e``, r the row's reference. Any r
 serves, since out and lse share it; it lags the largest score so far by at most ``lag`` (8 in units of log2). When it
@@ -210,8 +210,8 @@ def _paths():
             gpu |= {"u_sum": 2.0**-23, "u_weight": out["u_out"], "least_weight": min(out["least_out"], 2.0**-25)}
             paths[f"sm90 {dtype}"] = Path(**gpu)
         if dtype == "float32":  # split; the parts of a product may be flushed, each by itself
-            gpu |= {"u_sum": 2.0**-23, "u_weight": 2.0**-24, "product": 2, "block": 48, "tiny": 8 * base["tiny"]}
-            paths["sm90 float32"] = Path(**gpu | {"block": 128})
+            gpu |= {"u_sum": 2.0**-23, "u_weight": 2.0**-24, "product": 2, "block": 96, "tiny": 8 * base["tiny"]}
+            paths["sm90 float32"] = Path(**gpu)
             paths["sm90 tf32"] = Path(**gpu | {"block": 128, "u_weight": 2.0**-15, "product": 2 + 2**8})
         paths[f"portable {dtype}"] = Path(**gpu)
     for engine in ("numpy", "portable"):  # of three parts, "tf32" or not
@@ -286,7 +286,8 @@ def forward(q, k, v, *, path, scale=None, causal=False, window=None, rows=None):
     q, k, v, scale, causal, window, rows
         As in `cuflash.reference.forward`.
     path : str or Path
-        Engine and dtype, such as "portable bfloat16", or constants of your own.
+        Engine and dtype, such as "portable bfloat16", or constants of your own. Of float32 with ``precision="tf32"``
+        engine and "tf32": "sm90 tf32".
 
     Returns
     -------

@@ -24,7 +24,19 @@ def as_tf32(x):
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-def kernel(q, k, v, *, causal=True, tile=32, lag=8, fault=None):
+def multiply(a, b, parts=None):
+    """a @ b; where numbers have so many parts of bfloat16, by the largest products of these."""
+    if parts is None:
+        return a @ b
+    a_parts, b_parts = [], []
+    for rest, found in ((a, a_parts), (b, b_parts)):
+        for _ in range(parts):
+            found.append(rest.astype(ml_dtypes.bfloat16).astype(np.float32))
+            rest = rest - found[-1]
+    return sum(a_parts[i] @ b_parts[total - i] for total in reversed(range(parts)) for i in range(total + 1))
+
+
+def kernel(q, k, v, *, causal=True, tile=32, lag=8, fault=None, parts=None):
     """out and lse as the portable kernels compute them: base 2, a reference that lags, weights of 16 bits."""
     dtype, real = q.dtype, np.float64 if q.dtype == np.float64 else np.float32
     seen = reference.visible(q.shape[-2], k.shape[-2], causal=causal)
@@ -42,7 +54,8 @@ def kernel(q, k, v, *, causal=True, tile=32, lag=8, fault=None):
     total, out = np.zeros(q.shape[:-1], real), np.zeros((*q.shape[:-1], v.shape[-1]), real)
     with np.errstate(invalid="ignore", divide="ignore"):
         for j in range(0, k.shape[-2], tile):
-            s = np.where(seen[:, j : j + tile], q @ k[:, j : j + tile].swapaxes(-1, -2), -np.inf)
+            products = multiply(q, k[:, j : j + tile].swapaxes(-1, -2), parts)
+            s = np.where(seen[:, j : j + tile], products, -np.inf)
             top = s.max(-1) * c
             rises = top > reference_point + real(lag)
             factor = np.exp2(np.where(rises, reference_point - top, 0)).astype(real)
@@ -52,7 +65,7 @@ def kernel(q, k, v, *, causal=True, tile=32, lag=8, fault=None):
             shift = np.where(reference_point == -np.inf, 0, reference_point)
             weights = np.exp2((s.astype(np.longdouble) * c - shift[..., None]).astype(real))  # one rounding: an fma
             total = total + weights.sum(-1)
-            out = out + weights.astype(dtype).astype(real) @ v[:, j : j + tile]
+            out = out + multiply(weights.astype(dtype).astype(real), v[:, j : j + tile], parts)
         out = np.where(total == 0, 0, 1 / total)[..., None] * out
         lse = (reference_point + np.log2(total)) * (real(1) if fault == "lse in base 2" else real(np.log(2)))
     return out.astype(dtype), np.where(total == 0, -np.inf, lse)
@@ -98,6 +111,34 @@ def test_faults_are_rejected(fault, dtype, size):
     lag, arrays, path = 0 if fault == "rescale left out" else 8, draw(*size, dtype), f"portable {dtype}"
     assert judged(kernel(*arrays, lag=lag), arrays, path, causal=True) <= 1
     assert judged(kernel(*arrays, lag=lag, fault=fault), arrays, path, causal=True) > 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_faults_are_rejected_where_tf32_will_do(fault, size):
+    lag, arrays, path = 0 if fault == "rescale left out" else 8, draw(*size, "float32"), "sm90 tf32"
+    assert judged(kernel(*arrays, lag=lag, parts=2), arrays, path, causal=True) <= 1
+    assert judged(kernel(*arrays, lag=lag, parts=2, fault=fault), arrays, path, causal=True) > 1
+
+
+@pytest.mark.parametrize("path, parts", [("portable float32", 3), ("sm90 float32", 3), ("sm90 tf32", 2)])
+def test_each_part_of_float32_is_wanted(path, parts):
+    """Products of so many parts are inside the bound, and not far; of one less, bfloat16's where that is one, not."""
+    worst = 0
+    for size in SIZES:
+        arrays = draw(*size, "float32")
+        wanted = bounds.forward(*arrays, causal=True, path=path)
+        out, lse = kernel(*arrays, parts=parts)
+        assert bounds.worst((out, lse), wanted) <= 1
+        assert bounds.worst(kernel(*arrays, parts=parts - 1), wanted) > 1
+        worst = max(worst, bounds.worst(out, wanted))
+    assert worst > 0.05
+
+
+def test_tf32_of_three_parts_has_the_bound_of_float32():
+    for engine in ("numpy", "portable"):
+        assert bounds.PATHS[f"{engine} tf32"] == bounds.PATHS[f"{engine} float32"]
+    assert bounds.PATHS["sm90 float32"] == bounds.PATHS["portable float32"], "tests on a GPU name the latter for both"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

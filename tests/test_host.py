@@ -409,6 +409,29 @@ def test_prepared_calls_are_bounded():
             assert len(_launch._calls) <= 4
 
 
+@pytest.mark.parametrize("capturing", [False, True])
+def test_precisions_are_calls_of_their_own_and_graphs_keep_their_parts(monkeypatch, capturing):
+    """The parts of q, k and v live as long as the graph that writes and reads them, else as long as the call."""
+    ran, maps = [], []
+    with pretended_gpu(HOPPER):
+        monkeypatch.setattr(_compile, "load", lambda variant, device: lambda *args, **_: ran.append(variant))
+        monkeypatch.setattr(_launch._CuPy, "tensor_map", lambda self, *given: maps.append(given) or bytes(128))
+        monkeypatch.setattr(_launch._CuPy, "is_capturing", lambda self: capturing)
+        monkeypatch.setattr(_launch, "_kept", [])
+        q, k, v = (DeviceArray(np.zeros((2, length, 40), np.float32)) for length in (9, 30, 30))
+        for turn in range(2):
+            for precision in (None, "tf32"):
+                cuflash.forward(q, k, v, precision=precision)
+            assert len(_launch._calls) == 2
+            assert [each.parts for each in ran] == [3, 3, 2, 2] * (turn + 1), "the second turn is prepared"
+        assert len(_launch._kept) == (4 if capturing else 0)
+        for parts, kept in zip((3, 2, 3, 2), _launch._kept, strict=False):
+            made = kept[-1]
+            assert [x.shape for x in made] == [(parts, 2, length, 64) for length in (9, 30, 30)]
+            assert {x.data.ptr for x in made} <= {pointer for pointer, *_ in maps}
+        assert {given[1] for given in maps} == {2}, "bytes of an element of parts"
+
+
 def test_counters_belong_to_a_stream_or_a_graph(monkeypatch):
     stream = SimpleNamespace(ptr=0, capturing=False, waited=0)
     stream.is_capturing = lambda: stream.capturing
@@ -600,6 +623,14 @@ FORWARD = [
     (
         [on_gpu(*SHAPE)] * 3, words(engine="numpy"), ValueError,
         "engine is 'numpy', the arrays are cupy's; wanted an engine for those",
+    ),
+    (QKV, words(precision="tf16"), ValueError, "precision is 'tf16'; wanted None or 'tf32'"),
+    (QKV, words(precision=32), ValueError, "precision is 32; wanted None or 'tf32'"),
+    (QKV, words(precision=["tf32"]), ValueError, "precision is ['tf32']; wanted None or 'tf32'"),
+    (QKV, words(precision=False), ValueError, "precision is False; wanted None or 'tf32'"),
+    (
+        [on_gpu(*SHAPE, dtype=np.float16)] * 3, words(precision="tf32"), ValueError,
+        "precision is 'tf32', the arrays are of float16; wanted float32 for that",
     ),
     (QKV, words(out=x(2, 4, 9)), ValueError, "out has shape (2, 4, 9); wanted (2, 4, 8)"),
     (QKV, words(out=x(8)), ValueError, "out has shape (8,); wanted (2, 4, 8)"),
@@ -1092,7 +1123,8 @@ def test_variants_fit_the_device_and_are_few(limits):
 @pytest.mark.parametrize("head_dim, value_dim", [(1, 1), (3, 3), (64, 64), (65, 65), (130, 180), (40, 256), (256, 256)])
 def test_float32_goes_to_tensor_cores_whatever_the_mask(limits, head_dim, value_dim):
     q, v = np.zeros((2, 70, head_dim), np.float32), np.zeros((2, 70, value_dim), np.float32)
-    plans = [planned(q, q, v, limits, **mask) for mask in ({}, {"causal": True}, {"window": (9, 3)})]
+    masks = {}, {"causal": True}, {"window": (9, 3)}, {"precision": "tf32"}
+    plans = [planned(q, q, v, limits, engine="portable", **mask) for mask in masks]
     (variant,) = {step.variant for plan in plans for step in plan.steps}
     assert {plan.engine for plan in plans} == {"portable"} and variant in _plan.variants(limits)
     assert variant.kernel == "forward_f32" and variant.tile_q == 16 * variant.warps
@@ -1101,6 +1133,69 @@ def test_float32_goes_to_tensor_cores_whatever_the_mask(limits, head_dim, value_
     assert 0 <= variant.shared_bytes - parts < 1024
     assert variant.tile_k <= bounds.PATHS["portable float32"].block, "a tile is summed by itself"
     assert variant.tile_k >= bounds.PATHS["portable float32"].tile
+
+
+@pytest.mark.parametrize("precision, parts", [(None, 3), ("tf32", 2)])
+@pytest.mark.parametrize(
+    "dims, padded", [((64, 64), 64), ((33, 3), 64), ((5, 40), 64), ((65, 64), 128), ((128, 100), 128)]
+)
+def test_float32_on_hopper_is_split_first(precision, parts, dims, padded):
+    """Parts of q by packed rows, of k and of v; boxes of them are what the kernel that follows waits for."""
+    given = (3, 8, 5, dims[0]), (3, 2, 150, dims[0]), (3, 2, 150, dims[1])
+    q, k, v = (np.zeros(shape, np.float32) for shape in given)
+    masks = {}, {"causal": True}, {"window": (9, 3)}
+    plans = [planned(q, k, v, precision=precision, **mask) for mask in masks]
+    assert len({step.variant for plan in plans for step in plan.steps}) == 2, "one kernel for all masks"
+    plan = plans[0]
+    split, main = plan.steps
+    assert (plan.engine, plan.variant) == ("sm90", main.variant) and "Hopper" in plan.reason
+    assert bool(plan.copies) == any(dim % 4 for dim in dims), "rows that are no multiple of 16 bytes"
+    assert [step.variant.kernel for step in plan.steps] == ["forward_parts", "forward_f32_sm90"]
+    for variant in (split.variant, main.variant):
+        assert variant in _plan.variants(HOPPER)
+        assert (variant.head_dim, variant.value_dim, variant.parts) == (padded, padded, parts)
+    assert main.shared_bytes <= HOPPER.shared_bytes and main.threads == 32 * main.variant.warps == 384
+    assert main.variant.tile_k <= bounds.PATHS["sm90 tf32" if precision else "sm90 float32"].block
+
+    shapes = {"q_parts": (parts, 6, 20, padded), "k_parts": (parts, 6, 150, padded), "v_parts": (parts, 6, 150, padded)}
+    assert {each.name: each.shape for each in plan.buffers[2:]} == shapes
+    assert {(each.dtype, each.order, each.zeroed) for each in plan.buffers[2:]} == {("bfloat16", (0, 1, 2), False)}
+    assert split.args["pack"] == main.args["pack"] == 4 and split.args["schedule"] == main.args["schedule"]
+    assert (split.args["query_blocks"], split.args["key_blocks"], split.grid) == (6, 18, 42)
+    assert not split.tensor_maps and main.args["first_block"] == 0 and main.grid == 6
+    for name, tensor in main.tensor_maps.items():
+        _, heads, rows, _ = shapes[tensor.operand]
+        assert name[0] == tensor.operand[0] and tensor.itemsize == 2
+        assert tensor.dims == (padded, rows, heads, parts, 1)
+        assert tensor.strides[:3] == tuple(2 * padded * n for n in (1, rows, rows * heads))
+        assert tensor.box == (64, 64 if name == "q_map" else main.variant.tile_k, 1, 1, 1)
+        assert tensor.box[0] * tensor.itemsize == 128 and max(tensor.box) <= 256  # a span of the swizzle; the most
+        assert all(stride % 16 == 0 for stride in tensor.strides)
+
+
+def test_float32_on_hopper_is_split_from_where_it_lies():
+    """Tensor maps are of the parts: operands that have none themselves, of negative steps, are not copied for that."""
+    base = np.zeros((2, 90, 3, 72), np.float32)
+    q, k, v = (base[..., n, 4:68] for n in range(3))
+    assert not planned(q[:, ::-1], k[:, ::-2], np.broadcast_to(v[:1], v.shape)[:, :45]).copies
+    assert [copy.name for copy in planned(base[..., 0, 3:67], k, v).copies] == ["q"]  # no multiple of 16 bytes
+    assert [copy.name for copy in planned(q, k, v, scale=-1.0).copies] == ["q"]
+
+
+def test_float32_on_hopper_of_more_blocks_than_a_grid_holds_is_split_once(monkeypatch):
+    monkeypatch.setattr(_plan, "LARGEST_GRID", 40)
+    q = np.zeros((5, 7, 300, 40), np.float32)
+    plan = planned(q, q, q)
+    assert [step.variant.kernel for step in plan.steps] == ["forward_parts", *["forward_f32_sm90"] * 3]
+    assert [step.grid for step in plan.steps[1:]] == [40, 40, 25] and plan.variant.kernel == "forward_f32_sm90"
+    assert [step.args["first_block"] for step in plan.steps[1:]] == [0, 40, 80]
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 9, 64), (3, 0, 9, 64), (3, 2, 0, 64)])
+def test_float32_on_hopper_without_rows_has_no_launch(shape):
+    k = np.zeros((*shape[:1], 1, 9, 64), np.float32)
+    plan = planned(np.zeros(shape, np.float32), k, k)
+    assert (plan.engine, plan.steps, len(plan.buffers)) == ("sm90", (), 2)
 
 
 @pytest.mark.parametrize("capability, shared", [((9, 0), 228), ((10, 0), 228)])
@@ -1281,14 +1376,17 @@ def test_more_blocks_of_decode_than_a_grid_holds_are_several_launches(monkeypatc
 @settings(max_examples=500)
 @given(
     st.integers(1, 256), st.integers(0, 256), st.sampled_from(sorted(DTYPES)), st.sampled_from((False, True)),
-    st.sampled_from((None, (3, 3))),
+    st.sampled_from((None, (3, 3))), st.sampled_from((None, "tf32")),
 )  # fmt: skip
-def test_every_plan_asks_for_a_listed_variant(limits, head_dim, value_dim, dtype, causal, window):
+def test_every_plan_asks_for_listed_variants(limits, head_dim, value_dim, dtype, causal, window, precision):
     q, k, v = (np.zeros((1, 8, dim), DTYPES[dtype]) for dim in (head_dim, head_dim, value_dim))
-    (step,) = planned(q, k, v, limits, causal=causal, window=window).steps
-    assert step.variant in _plan.variants(limits)
-    assert step.variant.head_dim >= head_dim and step.variant.value_dim >= value_dim
-    assert step.shared_bytes == step.variant.shared_bytes and step.threads == 32 * step.variant.warps
+    precision = precision if dtype == "float32" else None
+    plan = planned(q, k, v, limits, causal=causal, window=window, precision=precision)
+    assert len(plan.steps) == (2 if (plan.engine, dtype) == ("sm90", "float32") else 1)
+    for step in plan.steps:
+        assert step.variant in _plan.variants(limits)
+        assert step.variant.head_dim >= head_dim and step.variant.value_dim >= value_dim
+        assert step.shared_bytes == step.variant.shared_bytes and step.threads == 32 * step.variant.warps
 
 
 def planned_backward(q, k, v, limits=HOPPER, engine=None, **keywords):
@@ -1519,7 +1617,8 @@ def test_the_order_of_arithmetic_does_not_depend_on_batch_strides_or_alignment(r
     for batch in ((2,), (5, 3)):
         other = replace(recipe, batch=batch, **dict(zip("qkv", layouts, strict=True)))
         plan = planned(*other.arrays(), **recipe.keywords)
-        assert (plan.engine, plan.steps[0].variant) == (alone.engine, alone.steps[0].variant)
+        assert plan.engine == alone.engine
+        assert [step.variant for step in plan.steps] == [step.variant for step in alone.steps]
         assert plan.steps[0].args["pack"] == alone.steps[0].args["pack"]
 
 
@@ -1547,7 +1646,7 @@ def test_copies_are_made_only_where_a_kernel_cannot_address(limits, recipe):
     scale = recipe.scale if recipe.scale is not None else 1
     wanted = {name for name, array in zip("qkv", (q, k, v), strict=True) if unaddressable(array)}
     wanted |= {"q"} if scale <= 0 else set()
-    if plan.engine == "sm90":
+    if plan.engine == "sm90" and recipe.dtype != "float32":  # whose tensor maps are of its parts
         wanted |= {name for name, array in zip("qkv", (q, k, v), strict=True) if no_tensor(array)}
         wanted |= {"out"} if recipe.value_dim % 8 else set()
     if not plan.steps:  # nothing is going to be read
@@ -1607,7 +1706,14 @@ def test_a_problem_and_a_plan_print_themselves_in_a_line():
     [
         ("float16", (4, 8), HOPPER, None),
         ("float16", (0, 8), HOPPER, "a tensor map has no empty axis"),
-        ("float32", (4, 8), HOPPER, "wgmma has no float32"),
+        ("float32", (4, 33), HOPPER, None),
+        ("float32", (4, 128), HOPPER, None),
+        ("float32", (4, 32), HOPPER, "it pads to 64 columns, the portable engine to 32"),
+        ("float32", (4, 129), HOPPER, "three parts of more than 128 columns do not fit its shared memory"),
+        ("float32", (0, 64), HOPPER, "a tensor map has no empty axis"),
+        ("float32", (4, 64), OLDER, "NVRTC 12.8 is older than 12.9"),
+        ("float32", (4, 64), _plan.KNOWN[12, 0], "wgmma is sm_90's alone"),
+        ("float64", (4, 64), HOPPER, "wgmma has no float64"),
         ("bfloat16", (4, 8), OLDER, "NVRTC 12.8 is older than 12.9"),
         ("bfloat16", (4, 8), _plan.KNOWN[8, 0], "wgmma is sm_90's alone"),
         ("bfloat16", (4, 8), _plan.KNOWN[10, 0], "wgmma is sm_90's alone"),
@@ -1745,6 +1851,7 @@ EXAMPLES = [_plan.forward_variant(dtype, mask, 64, 64, HOPPER) for dtype in DTYP
 EXAMPLES += [_plan.hopper_variant("float16", mask, 64, 64) for mask in _masks.MASKS]
 EXAMPLES += [_plan.backward_variant("float16", 64, 64, HOPPER), _plan.hopper_backward_variant("float16", 64)]
 EXAMPLES += [_plan.hopper_dq_variant("float16", 256)]
+EXAMPLES += [make(64, parts) for make in (_plan.parts_variant, _plan.hopper_float32_variant) for parts in (2, 3)]
 EXAMPLES += [_plan.rows_variant("float16"), _plan.finish_variant("float16")]
 EXAMPLES += [_plan.append_variant("float16"), _plan.decode_variant("float16", 64, HOPPER)]
 EXAMPLES += [_plan.decode_8bit_variant("e4m3", 64, HOPPER)]
@@ -1780,7 +1887,7 @@ def test_the_preamble_holds_constants_and_types_alone(variant):
     owners = {
         "query_registers": "forward_sm90", "out_staged": "forward_sm90", "early": "forward_sm90",
         "ordered": "backward backward_sm90", "tall_products": "forward_f64", "vector_adds": "backward",
-        "converts": "decode_8bit",
+        "converts": "decode_8bit", "parts": "forward_f32 forward_f32_sm90 forward_parts",
     }  # fmt: skip
     numbers = {
         field.name: getattr(variant, field.name)
@@ -1825,7 +1932,8 @@ def test_args_lie_where_the_struct_puts_them(kernel):
     assert found == {name: args.fields[name][1] for name in args.names}
     assert args.itemsize == -(-offset // widest) * widest
     pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
-    pointers = {"append": _variant.APPEND_POINTERS, "decode": _variant.DECODE_POINTERS}.get(
+    split = dict.fromkeys(("forward_parts", "forward_f32_sm90"), _variant.PARTS_POINTERS)
+    pointers = ({"append": _variant.APPEND_POINTERS, "decode": _variant.DECODE_POINTERS} | split).get(
         kernel, pointers if kernel.startswith("backward") else "q k v out lse"
     )
     assert args.names[: len(pointers.split())] == tuple(pointers.split()), "a launch packs the pointers first"
