@@ -157,7 +157,9 @@ def _dims(rng, variant):
     sizes = (variant.head_dim, variant.value_dim)
     padded = {
         "forward_sm90": _plan.hopper_dims,
-        "forward_f32_sm90": _plan.hopper_float32_dims,
+        "forward_f32_sm90": lambda *dims: (
+            max(dims) >= _plan.FEWEST_FLOAT32_COLUMNS and _plan.hopper_float32_dims(*dims)
+        ),
         "backward_sm90": _plan.hopper_backward_dims,
         "forward_f32": _plan.float32_dims,
         "forward_f64": _plan.float64_dims,

@@ -27,7 +27,8 @@ from cuflash import _plan
 from cuflash._dtypes import ELEMENTS, FORMATS
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-AROUND = ("append", "backward_rows", "backward_dq_sm90", "backward_finish")  # run with the kernels that they surround
+# These run with the kernels that they surround.
+AROUND = ("append", "forward_parts", "backward_rows", "backward_dq_sm90", "backward_finish")
 DONE = "sanitized: "  # begins the line that says what ran
 
 
@@ -108,6 +109,8 @@ def problems_of(variant):
         keywords = {"full": {}, "causal": {"causal": True}, "window": {"window": (keys // 3, 5)}}[variant.mask]
         if variant.backward and exact:  # whose kernels serve every mask
             keywords = {}
+        if variant.parts == 2:
+            keywords["precision"] = "tf32"
         yield (1, heads, queries, head_dim), (1, 2, keys, head_dim), (1, 2, keys, value_dim), keywords
 
 

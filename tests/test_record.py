@@ -61,7 +61,10 @@ def test_a_row_read_back_is_the_same_measurement(tmp_path):
     assert kept["ms"] == 3.0 and kept["window"] == [4, None]
 
 
-@pytest.mark.parametrize("changes", [{"mask": "causal"}, {"dtype": "float16"}, {"engine": "numpy"}, {"splits": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"mask": "causal"}, {"dtype": "float16"}, {"engine": "numpy"}, {"splits": 2}, {"precision": "tf32"}],
+)
 def test_another_case_is_another_row(changes):
     assert len(record.merge("cases", [record.case_row(case())], [record.case_row(case(**changes))])) == 2
 
@@ -349,6 +352,11 @@ def test_a_sanitized_call_names_its_kernels(monkeypatch, h200):
     names = [name.split("_f16")[0] for name in sanitize.run_once("backward", arrays, {"engine": "sm90"})]
     assert names == ["backward_rows", "backward_sm90", "backward_finish"]
     assert len(sanitize.run_once("forward", arrays, {"engine": "portable"})) == 1
+    arrays = [x.astype(np.float32) for x in arrays]
+    for keywords, parts in (({}, "3"), ({"precision": "tf32"}, "2")):
+        names = sanitize.run_once("forward", arrays, {"engine": "sm90"} | keywords)
+        assert [name.split("_f32_window")[0] for name in names] == ["forward_parts", "forward_f32_sm90"]
+        assert all(name.endswith(f"_p{parts}") for name in names)
 
 
 def fuzz_on_the_host(monkeypatch, variants):
@@ -366,6 +374,26 @@ def test_fuzz_aims_at_tiles_for_many_keys(h200):
         for seed in range(4):
             q, k, v = fuzz.draw(variant, seed)[0].operands()
             assert q.shape[-2] < 1000 and k.shape[-2] >= gpu.fewest_keys(variant)
+
+
+def test_fuzz_aims_at_the_parts_of_float32(h200):
+    for variant in (each for each in _plan.variants(H200) if each.kernel == "forward_f32_sm90"):
+        for seed in range(8):
+            example, _ = fuzz.draw(variant, seed)
+            arrays = example.operands()
+            assert example.keywords.get("precision") == (None if variant.parts == 3 else "tf32")
+            if 0 not in arrays[0].shape + arrays[1].shape:
+                assert gpu.variant_of("forward", *arrays, engine="sm90", **example.keywords) == variant.name
+
+
+def test_a_case_of_a_precision_is_asked_for_and_judged_by_it():
+    words = "--dtype float32 --precision tf32 --head-dim 128 --mask causal".split()
+    for each in run.cells(run.parse(words)):
+        assert each.keywords == {"causal": True, "precision": "tf32"}
+        assert record.case_row(each)["precision"] == "tf32"
+    q = np.ones((1, 1, 4, 8), np.float32)
+    bound = [gpu.bounded(q, q, q, engine="sm90", precision=each).lse_bound.max() for each in (None, "tf32")]
+    assert 5 * bound[0] < bound[1], "two parts are less true"
 
 
 def test_fuzz_draws_what_it_aims_at(monkeypatch, h200):
