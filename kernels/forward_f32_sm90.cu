@@ -2,11 +2,11 @@
 //
 //   q (queries, head_dim), k (keys, head_dim), v (keys, value_dim) -> out (queries, value_dim), lse (queries)
 //
-// Every number is three bfloat16 and every product six, see float32.cuh; forward_parts.cu has written the parts. A block
-// owns TILE_Q packed rows of one head and walks over the keys it can see in tiles of TILE_K, from the last to the first.
-// One warpgroup, the producer, has a single thread bring parts of q, k and v by tensor copies; each of the others, the
-// consumers, owns 64 rows: their scores, weights and out stay in registers, and the parts of the weights are operands
-// of the products with v as they are.
+// Every number is three bfloat16 and every product six, see float32.cuh, or, where TF32 will do, two and three;
+// forward_parts.cu has written the parts. A block owns TILE_Q packed rows of one head and walks over the keys it can see
+// in tiles of TILE_K, from the last to the first. One warpgroup, the producer, has a single thread bring parts of q, k
+// and v by tensor copies; each of the others, the consumers, owns 64 rows: their scores, weights and out stay in
+// registers, and the parts of the weights are operands of the products with v as they are.
 //
 // Three parts leave room for one tile of keys or two. So a tile's parts are brought and released one by one, in the order
 // in which products meet them, the least first, and values panel by panel of 64 columns: the next tile is on its way

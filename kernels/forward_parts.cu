@@ -1,7 +1,7 @@
-// The three parts of float32 operands, see float32.cuh, as tensor copies want them: q by packed rows, k and v.
+// The parts of float32 operands, see float32.cuh, as tensor copies want them: q by packed rows, k and v.
 //
-//   q_parts (3, head blocks of all batches, queries x pack, HEAD_DIM)
-//   k_parts (3, key heads of all batches, keys, HEAD_DIM)   v_parts (3, key heads of all batches, keys, VALUE_DIM)
+//   q_parts (PARTS, head blocks of all batches, queries x pack, HEAD_DIM)
+//   k_parts (PARTS, key heads of all batches, keys, HEAD_DIM)   v_parts (PARTS, the same heads, keys, VALUE_DIM)
 //
 // Columns that an operand does not have are zeros. A block owns TILE_Q rows of one operand, a thread eight columns of a
 // row at a time, which it reads and writes in whole chunks of 16 bytes: memory limits it.
