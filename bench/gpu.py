@@ -145,14 +145,19 @@ def count_tests(xml):
     return {"passed": total["tests"] - failed - total["skipped"], "failed": failed, "skipped": total["skipped"]}
 
 
-def _run_file(file, folder, deadline):
-    """Run one file of tests in a process of its own: its output and its counts."""
-    xml = Path(folder) / f"{file.stem}.xml"
+# Files whose tests are shared among processes. NumPy gets a thread in each, for they are as many as there are cores.
+SHARES = {"test_forward": 4, "test_backward": 4, "test_gpu": 3, "test_cases": 2, "test_decode": 2, "test_host": 2}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+def _run_file(file, share, folder, deadline):
+    """Run a share of one file of tests in a process of its own: its output and its counts."""
+    xml = Path(folder) / f"{file.stem}{share.replace('/', '_')}.xml"
+    environment = os.environ | ONE_THREAD | {"CUFLASH_REQUIRE_GPU": "1", "CUFLASH_SHARE": share}
     command = [sys.executable, "-m", "pytest", "-q", "-ra", "--durations=3", f"--junitxml={xml}", str(file)]
     child = subprocess.Popen(
-        command, cwd=record.ROOT, env=os.environ | {"CUFLASH_REQUIRE_GPU": "1"}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command, cwd=record.ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     try:
         output, _ = child.communicate(timeout=max(deadline - time.monotonic(), 1))
     except subprocess.TimeoutExpired:
@@ -171,9 +176,12 @@ def _run_file(file, folder, deadline):
 def run_tests(json, seconds, at_once=16):
     """Run the test-suite, some files at once; counts go into the record whatever happened. 0 where all is well."""
     begin, total = time.monotonic(), dict.fromkeys(("passed", "failed", "skipped"), 0)
-    files = sorted((record.ROOT / "tests").glob("test_*.py"))
+    jobs = []
+    for file in sorted((record.ROOT / "tests").glob("test_*.py"), key=lambda file: -SHARES.get(file.stem, 1)):
+        shares = SHARES.get(file.stem, 1)
+        jobs += [(file, f"{n}/{shares}") for n in range(shares)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
-        for output, counts in pool.map(lambda file: _run_file(file, folder, begin + seconds), files):
+        for output, counts in pool.map(lambda job: _run_file(*job, folder, begin + seconds), jobs):
             print(output, flush=True)
             total = {name: total[name] + counts[name] for name in total}
     print(f"tests: {total} in {time.monotonic() - begin:.0f} s")

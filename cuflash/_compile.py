@@ -3,6 +3,7 @@
 Two doors: ``load`` compiles and loads for a device; ``check`` compiles for any architecture where no driver is.
 """
 
+import ctypes
 import threading
 
 # CuPy appends _CUPYS and the device's -arch to these; its disk cache is keyed by options, text and NVRTC's version.
@@ -49,15 +50,31 @@ def load(variant, device):
     return kernel
 
 
-def cooperative(kernel):
-    """A kernel whose launches have all their blocks on the device at once, called as itself.
+class Argument:
+    """The bytes of a kernel's one argument, where the driver reads them when it is launched."""
 
-    CuPy makes such launches of modules with relocatable code alone, which these need not be: nothing here asks the
-    device's library for a barrier of the grid. The function below the kernel takes the wish with the call.
+    __slots__ = ("packed", "address", "_place")
+
+    def __init__(self, packed):
+        self.packed = ctypes.create_string_buffer(packed, len(packed))
+        self._place = ctypes.c_void_p(ctypes.addressof(self.packed))
+        self.address = ctypes.addressof(self._place)  # of the list of arguments
+
+
+def launcher(kernel, grid, threads, shared_bytes, cooperative):
+    """What launches a kernel: ``launch(stream, argument)``, for the address of a stream and an `Argument`.
+
+    By the driver's function, since a kernel of CuPy's looks at each argument anew and makes cooperative launches, whose
+    blocks are on the device at once, of modules with relocatable code alone. That these need not be: nothing here asks
+    the device's library for a barrier of the grid.
     """
+    from cupy.cuda import driver
 
-    def launch(grid, threads, args, *, shared_mem):
-        kernel.kernel(grid, threads, args, shared_mem, None, True)
+    start, function = driver.launchCooperativeKernel if cooperative else driver.launchKernel, kernel.kernel.ptr
+    rest = () if cooperative else (0,)
+
+    def launch(stream, argument):
+        start(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, argument.address, *rest)
 
     return launch
 

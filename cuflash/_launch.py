@@ -25,7 +25,7 @@ from ._variant import APPEND_POINTERS, DECODE_POINTERS
 MOST_CALLS = 1024  # prepared calls that are kept
 
 ZEROS, LINE = 2**20, 128  # bytes of counters made at once, and of a line of the cache, which no two calls share
-MOST_MAPS = 64  # sets of operands whose tensor maps a prepared call keeps
+MOST_ARGUMENTS = 64  # sets of pointers for which a prepared call keeps its kernels' arguments
 
 _calls = {}
 _counters = {}  # address and bytes, by device, stream and thread
@@ -87,8 +87,9 @@ def backward(dout, q, k, v, out, lse, scale, causal, window, dlse, grads, engine
 def _prepared(arrays, kind, scale, causal, window, engine):
     """The key of a call that may be prepared, None of another; and the prepared call, where there is one."""
     cupys = getattr(sys.modules.get("cupy"), "ndarray", ())  # who holds a CuPy array has imported CuPy
-    if not all(isinstance(x, cupys) for x in arrays):
-        return None, None
+    for x in arrays:
+        if not isinstance(x, cupys):
+            return None, None
     try:
         key = (
             *map(_key, arrays), *kind, scale, type(scale), causal, type(causal), engine,
@@ -233,10 +234,13 @@ class _CuPy:
         self.current_device, self.with_device = cupy.cuda.runtime.getDevice, cupy.cuda.Device
         self.current_stream = cupy.cuda.get_current_stream
 
-    def load(self, step, device):
-        """The kernel of a step, called as ``kernel(grid, threads, (args,), shared_mem=bytes)``."""
-        kernel = _compile.load(step.variant, device)
-        return _compile.cooperative(kernel) if step.cooperative else kernel
+    argument = _compile.Argument
+
+    def launcher(self, step, device):
+        """What launches a step on the current stream: ``launch(argument)``."""
+        kernel, current_stream = _compile.load(step.variant, device), self.current_stream
+        launch = _compile.launcher(kernel, step.grid, step.threads, step.shared_bytes, step.cooperative)
+        return lambda argument: launch(current_stream().ptr, argument)
 
     def integers(self, array, lowest, highest):
         """A copy as int32 in C order, what lies outside two numbers brought to the nearer."""
@@ -292,7 +296,7 @@ class _CuPy:
 
 
 class _Gpu:
-    """A prepared call on a GPU: kernels loaded, arguments packed but for the pointers.
+    """A prepared call on a GPU: kernels loaded, arguments packed but for the pointers; all of them, for some pointers.
 
     Parameters
     ----------
@@ -313,41 +317,37 @@ class _Gpu:
         self.copies = {copy.name: copy for copy in plan.copies}
         self.names = pointers.split()
         self.pointers = struct.Struct(f"{len(self.names)}Q")
-        self.steps = [self._pack(step) for step in plan.steps]
+        self.steps = [(self.backend.launcher(step, self.device), step, self._rest(step)) for step in plan.steps]
+        self.arguments = {}  # by pointers
 
-    def _pack(self, step):
-        """What a launch needs: arguments as bytes but for the pointers, which come first; a dict for them with maps."""
+    def _rest(self, step):
+        """A step's arguments as bytes but for the pointers, which come first, and for the tensor maps."""
         args = np.zeros(1, step.variant.args)
         for name, value in step.args.items():
             args[name] = value
-        rest = args.tobytes()[self.pointers.size :]
-        kernel = self.backend.load(step, self.device)
-        return kernel, (step.grid,), (step.threads,), step.shared_bytes, rest, step, {}
+        return args.tobytes()[self.pointers.size :]
 
-    def _launch(self, pointers):
+    def _launch(self, *pointers):
         """Run the steps in order."""
-        packed = self.pointers.pack(*pointers)
-        for kernel, grid, threads, shared_bytes, rest, step, kept in self.steps:
-            if step.tensor_maps:
-                rest = self._with_maps(rest, step, kept, pointers)
-            kernel(grid, threads, (np.void(packed + rest),), shared_mem=shared_bytes)
+        for launch, argument in self.arguments.get(pointers) or self._pack(pointers):
+            launch(argument)
 
-    def _with_maps(self, rest, step, kept, pointers):
-        """The arguments after the pointers with the tensor maps of these operands in their places."""
-        pointers = dict(zip(self.names, pointers, strict=True))
-        key = tuple(pointers[tensor.operand] for tensor in step.tensor_maps.values())
-        maps = kept.get(key)
-        if maps is None:
-            if len(kept) >= MOST_MAPS:
-                kept.clear()
-            packed = bytearray(self.pointers.size) + rest
-            for (field, tensor), pointer in zip(step.tensor_maps.items(), key, strict=True):
-                start = step.variant.args.fields[field][1]
-                itemsize = tensor.itemsize or self.itemsize
-                encoded = self.backend.tensor_map(pointer, itemsize, tensor.dims, tensor.strides, tensor.box)
-                packed[start : start + len(encoded)] = encoded
-            maps = kept[key] = bytes(packed[self.pointers.size :])
-        return maps
+    def _pack(self, pointers):
+        """What launches each step, and its argument with these pointers; kept for the next time that they come."""
+        packed, named = self.pointers.pack(*pointers), dict(zip(self.names, pointers, strict=True))
+        steps = []
+        for launch, step, rest in self.steps:
+            argument = bytearray(packed + rest)
+            for field, tensor in step.tensor_maps.items():
+                start, itemsize = step.variant.args.fields[field][1], tensor.itemsize or self.itemsize
+                address = named[tensor.operand]
+                encoded = self.backend.tensor_map(address, itemsize, tensor.dims, tensor.strides, tensor.box)
+                argument[start : start + len(encoded)] = encoded
+            steps.append((launch, self.backend.argument(bytes(argument))))
+        if len(self.arguments) >= MOST_ARGUMENTS:
+            self.arguments.clear()
+        self.arguments[pointers] = steps
+        return steps
 
     def __call__(self, *arrays):
         if self.current_device() == self.device:
@@ -392,12 +392,9 @@ class _GpuForward(_Gpu):
         result = self.out(self.empty) if out is None else out
         lse = self.lse(self.empty) if self.return_lse else None
         written = self._rows(copies["out"]) if "out" in copies else result
-        pointers = [0 if x is None else x.data.ptr for x in (q, k, v, written, lse)]
-        if self.ticket:
-            pointers.append(self.backend.counters(self.device, 1))
         parts = [allocation(self.empty) for allocation in self.parts]
-        pointers += [x.data.ptr for x in parts]
-        self._launch(pointers)
+        more = (self.backend.counters(self.device, 1),) if self.ticket else (x.data.ptr for x in parts)
+        self._launch(q.data.ptr, k.data.ptr, v.data.ptr, written.data.ptr, 0 if lse is None else lse.data.ptr, *more)
         if written is not result:
             target = result if out is None else _problem.canonical(out, self.problem.batch)
             target[...] = written[..., : target.shape[-1]]
@@ -433,7 +430,7 @@ class _GpuBackward(_Gpu):
             held[name] = allocation(self.empty)
             if cleared:
                 self.backend.clear(held[name])
-        self._launch([held[name].data.ptr if name in held else 0 for name in self.names])
+        self._launch(*(held[name].data.ptr if name in held else 0 for name in self.names))
         for name, grad in results.items():
             if name in self.copies:
                 copy = self.copies[name]
@@ -495,7 +492,7 @@ class _GpuAppend(_Gpu):
         made = {name: allocation(self.empty) for name, allocation in self.made.items()}
         held = held | made
         # An array without elements, such as angles of no pairs, has no address, but is there all the same.
-        self._launch([0 if (x := held.get(name)) is None else x.data.ptr or 1 for name in self.names])
+        self._launch(*(0 if (x := held.get(name)) is None else x.data.ptr or 1 for name in self.names))
         return made
 
 
@@ -537,7 +534,7 @@ class _GpuDecode(_Gpu):
         if self.parts is not None:
             made["parts"], counters = self.parts(self.empty), self.backend.counters(self.device, self.splits)
         held = given | made
-        self._launch([*(0 if (x := held.get(name)) is None else x.data.ptr for name in self.read), counters])
+        self._launch(*(0 if (x := held.get(name)) is None else x.data.ptr for name in self.read), counters)
         if "out" in made:
             given["out"][...] = made["out"][..., : given["out"].shape[-1]]
         if made and self.backend.is_capturing():

@@ -112,6 +112,14 @@ def xp(engine):
     return engine.xp
 
 
+def pytest_collection_modifyitems(config, items):
+    """With CUFLASH_SHARE=i/n every n-th test from the i-th on, so that a file can run in several processes."""
+    share, shares = map(int, os.environ.get("CUFLASH_SHARE", "0/1").split("/"))
+    chosen = items[share::shares]
+    config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % shares != share])
+    items[:] = chosen
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     """Skips for want of a GPU or a compiler are a line each; those of a GPU fail with CUFLASH_REQUIRE_GPU=1."""

@@ -73,7 +73,7 @@ PRETENDED = SimpleNamespace(
     cuda=SimpleNamespace(
         runtime=SimpleNamespace(getDevice=lambda: 0),
         Device=contextlib.nullcontext,
-        get_current_stream=lambda: SimpleNamespace(is_capturing=lambda: False),
+        get_current_stream=lambda: SimpleNamespace(is_capturing=lambda: False, ptr=0),
     ),
 )
 
@@ -87,7 +87,13 @@ def pretended_gpu(limits=OLDER):
         patch.setattr(_launch, "_calls", {})
         patch.setattr(_launch, "limits", lambda device: limits)
         patch.setattr(_compile, "load", lambda variant, device: python_kernel(variant, written))
+        patch.setattr(_compile, "launcher", python_launcher)
         yield written
+
+
+def python_launcher(kernel, grid, threads, shared_bytes, cooperative):
+    """`_compile.launcher` of a kernel that is a Python function, and knows whether it is to be cooperative."""
+    return lambda stream, argument: kernel(grid, threads, bytes(argument.packed), shared_bytes, cooperative)
 
 
 def memory(address, shape, strides, dtype):
@@ -103,13 +109,12 @@ def python_kernel(variant, written):
         return python_backward_kernel(variant, written)
     element, mask = ELEMENTS[variant.element], variant.mask
 
-    def kernel(grid, threads, arguments, shared_mem):
-        (packed,) = arguments
-        assert len(bytes(packed)) == variant.args.itemsize
-        assert (threads, shared_mem) == ((32 * variant.warps,), variant.shared_bytes)
-        args = np.frombuffer(bytes(packed), variant.args)[0]
+    def kernel(grid, threads, packed, shared_bytes, cooperative):
+        assert len(packed) == variant.args.itemsize and not cooperative
+        assert (threads, shared_bytes) == (32 * variant.warps, variant.shared_bytes)
+        args = np.frombuffer(packed, variant.args)[0]
         args = {name: args[name].item() for name in variant.args.names}
-        for index in range(grid[0]):
+        for index in range(grid):
             block(args, args["first_block"] + index)
 
     def block(args, number):
@@ -160,17 +165,9 @@ def python_backward_kernel(variant, written):
     """The same of a kernel of backward. The one in the middle notes the heads of keys that it writes."""
     element, main = ELEMENTS[variant.element], variant.kernel in ("backward", "backward_sm90")
 
-    def kernel(grid, threads, arguments, shared_mem):
-        assert threads == (32 * variant.warps,) and shared_mem <= variant.shared_bytes and not main
-        run(grid, arguments)
-
-    def cooperative(grid, threads, arguments, shared_mem, stream, together):
-        assert (threads, shared_mem) == ((32 * variant.warps,), variant.shared_bytes) and main and together
-        run(grid, arguments)
-
-    def run(grid, arguments):
-        (packed,) = arguments
-        args = np.frombuffer(bytes(packed), variant.args)[0]
+    def kernel(grid, threads, packed, shared_bytes, cooperative):
+        assert threads == 32 * variant.warps and shared_bytes <= variant.shared_bytes and cooperative == main
+        args = np.frombuffer(packed, variant.args)[0]
         args = {name: args[name].item() for name in variant.args.names if not name.endswith("_map")}
         tiles, key_heads = args["key_tiles"], args["heads"] // args["group"]
         batches = args["items"] // (tiles * key_heads)
@@ -197,12 +194,12 @@ def python_backward_kernel(variant, written):
         seen = (j >= i + args["first_shift"]) & (j < i + args["end_shift"])
         assert args["cyclic"] <= seen.all() and args["section"] >= 1
         if main:
-            assert (turns == 0).all() and grid[0] <= args["items"]
+            assert (turns == 0).all() and grid <= args["items"] and shared_bytes == variant.shared_bytes
             assert not memory(args["suspects"], (args["items"],), (4,), np.dtype(np.int32)).any()
             turns[0] = args["items"]
             section = min(args["section"], args["items"] // args["key_tiles"])
             wave = section * -(-args["key_tiles"] >> args["passes_log2"])
-            assert wave <= max(grid[0], 1), "a wave is more than a grid"
+            assert wave <= max(grid, 1), "a wave is more than a grid"
         for batch, key_head in np.ndindex(batches, key_heads):
             place = *divmod(batch, args["batches1"]), key_head
             k, v = matrix("k", place, keys, head_dim), matrix("v", place, keys, value_dim)
@@ -248,7 +245,6 @@ def python_backward_kernel(variant, written):
             assert not dim or args[name] % 16 == 0
             assert dim * size % 16 == 0 or max(queries, keys) == 1 or strides[3] >= -(-dim * size // 16) * 16
 
-    kernel.kernel = cooperative
     return kernel
 
 

@@ -245,16 +245,17 @@ class Host:
         """Fill an array with zero bytes."""
         array[...] = 0
 
-    def load(self, step, device):
-        """The emulated kernel of a step, to be called as a CuPy kernel is."""
+    argument = bytes
+
+    def launcher(self, step, device):
+        """What launches the emulated kernel of a step."""
         emulate = self.emulator.build(step.variant)
 
-        def kernel(grid, threads, arguments, shared_mem):
-            (args,) = arguments
-            launched = (*grid, *threads, args.tobytes(), shared_mem, self.memory)
+        def launch(argument):
+            launched = (step.grid, step.threads, argument, step.shared_bytes, self.memory)
             self.emulator.launch(emulate, *launched, resident=step.cooperative)
 
-        return kernel
+        return launch
 
 
 class _Forward(_launch._GpuForward):
