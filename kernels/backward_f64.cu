@@ -199,30 +199,30 @@ __device__ __forceinline__ void multiply_transposed(Scores& scores, uint32 a, ui
     };
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
-        double left[BLOCKS][8];
+        double right[OCTETS][4];
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; ++octet) {
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const Pair terms = load(b, octet, step, n);
+                right[octet][2 * n] = terms.low;
+                right[octet][2 * n + 1] = terms.high;
+            }
+        }
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
+            double left[8];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
                     const Pair terms = load(a, 2 * block + half, step, n);
-                    left[block][4 * n + half] = terms.low;
-                    left[block][4 * n + 2 + half] = terms.high;
+                    left[4 * n + half] = terms.low;
+                    left[4 * n + 2 + half] = terms.high;
                 }
             }
-        }
 #pragma unroll
-        for (int octet = 0; octet < OCTETS; ++octet) {
-            double right[4];
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const Pair terms = load(b, octet, step, n);
-                right[2 * n] = terms.low;
-                right[2 * n + 1] = terms.high;
-            }
-#pragma unroll
-            for (int block = 0; block < BLOCKS; ++block) multiply_add<16>(scores[block][octet], left[block], right);
+            for (int octet = 0; octet < OCTETS; ++octet) multiply_add<16>(scores[block][octet], left, right[octet]);
         }
     }
 }
@@ -419,8 +419,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int n = 0;; ++n) {
             cp_async_wait_group<0>();
             sync_threads();  // the tiles are here for all warps, and all have left what is filled next
-            const int visits = load_work(shared).visits;
-            if (n >= visits) break;
+            if (n >= load_work(shared).visits) break;
             if (n % WARP == WARP / 2 && warp_index() == WARPS - 1) {
                 list_visits(args, mask, locate_item(args, mask, load_work(shared).index), shared, n + WARP / 2);
             }
@@ -491,19 +490,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 add_product(sums, fragments(has_slopes() ? SLOPE_START : WEIGHT_START),
                             shared + (has_slopes() ? QUERY_START : DOUT_START), half * HALF_ROWS);
                 sync_threads();  // all have left these rows
-                if (n + 1 < visits) load_rows(args, shared, n + 1, half);
+                if (n + 1 < load_work(shared).visits) load_rows(args, shared, n + 1, half);
                 cp_async_commit_group();
             }
 
             auto turns_had = [&] { return load_relaxed(turn_counter(args, shared, uniform(n))); };
-            const int turn = listed(shared, n).turn;
-            int turns = ORDERED ? turns_had() : turn;  // is back before the product ends
+            int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
             double dq[DQ_OCTETS][4] = {};
             multiply_slopes(dq, shared);
             // Nothing is read that another block has written, so that nothing is to be acquired: memory adds, and has
             // added what came before a counter that it shows.
-            while (turns < turn) turns = turns_had();
-            if (n + 1 == visits) draw();  // not before: a block that waits holds no item but its own
+            while (ORDERED && turns < listed(shared, n).turn) turns = turns_had();
+            if (n + 1 == load_work(shared).visits) draw();  // not before: a block that waits holds no item but its own
             const int64 tile = tile_of(args, shared, listed(shared, n).visit);
             char* const to = args.dq_sum + tile * (TILE_Q * PITCH) + lane_index() * SUM_LANE +
                              (warp_index() / DQ_MATES * (HEAD_DIM / 8) + warp_index() % DQ_MATES) * SUM_BYTES;
@@ -514,7 +512,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     for (int e = 0; e < 4; ++e) put(to + octet * DQ_MATES * SUM_BYTES + e * SUM_NEXT, dq[octet][e]);
                 }
             };
-            if (ORDERED && turn == 0) {
+            if (ORDERED && listed(shared, n).turn == 0) {
                 send([](char* place, double x) { store_global(place, x); });
             } else {
                 send([](char* place, double x) { add_global(place, x); });
