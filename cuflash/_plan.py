@@ -441,23 +441,25 @@ def backward_variant(dtype, head_dim, value_dim, limits):
 
 
 # Tiles of backward's main kernel in float64: tile_q, tile_k, warps, the larger the better, so that rows are read less
-# often. The first that fit shared memory are taken; registers have room for all of them. Head dims are padded alike.
-FLOAT64_BACKWARD_TILES = ((64, 64, 8), (32, 64, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4))
+# often; whether k and v lie in shared memory, which at head_dim 256 99 KB have no room for. The first that fit are
+# taken; registers have room for all of them. Head dims are padded alike.
+FLOAT64_BACKWARD_TILES = ((64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1), (16, 16, 4, 0))
 FLOAT64_BACKWARD_DIMS = (32, 64, 128, 256)
 
 
 def float64_backward_variant(head_dim, value_dim, limits):
     """The portable engine's main kernel of backward in float64, for head dims as given."""
     dim, _ = _alike(FLOAT64_BACKWARD_DIMS, head_dim, value_dim)
-    for tile_q, tile_k, warps in FLOAT64_BACKWARD_TILES:
-        shared = 16 * dim * (tile_k + tile_q)  # k and v, q and dout
+    for tile_q, tile_k, warps, keys_shared in FLOAT64_BACKWARD_TILES:
+        shared = 16 * dim * tile_k if keys_shared else 32  # k and v, which have no array else; none is empty
+        shared += 16 * dim * tile_q  # q and dout
         shared += 16 * tile_k * tile_q  # p and ds
-        shared += 16 * tile_q + 64 * 16 + 48  # numbers of rows, visits, what a block works on
+        shared += 16 * tile_q + 64 * 16 + 64  # numbers of rows, visits, what a block works on
         if shared <= limits.shared_bytes:
             break
     return Variant(
         "backward_f64", "float64", "window", dim, dim, tile_q, tile_k, warps, 1, 1, shared,
-        tall_products=int(limits.capability >= (9, 0)),
+        tall_products=int(limits.capability >= (9, 0)), keys_shared=keys_shared,
     )  # fmt: skip
 
 

@@ -62,6 +62,7 @@ constexpr int LISTED = 2 * WARP;  // visits
 // What a block is working on.
 struct alignas(16) Work {
     const char *q, *dout;  // row 0 of the group's first head
+    const char *k, *v;     // row 0 of the tile
     int first_tile;        // tile 0 of that head, among those of all heads
     int index;             // of the item
     int visits;
@@ -80,8 +81,8 @@ struct alignas(16) Fragment {  // 16 keys and 8 queries of p^T or ds^T
 using Fragments = Fragment[TILE_K / 16][TILE_Q / 8];
 
 struct Shared {
-    char keys[TILE_K][PITCH];
-    char values[TILE_K][PITCH];
+    char keys[KEYS_SHARED ? TILE_K * PITCH : 16];
+    char values[KEYS_SHARED ? TILE_K * PITCH : 16];
     char queries[TILE_Q][PITCH];
     char douts[TILE_Q][PITCH];
     Fragments weights, slopes;  // p^T, ds^T
@@ -189,10 +190,33 @@ __device__ __forceinline__ void load_rows(const Args& args, uint32 shared, int n
     }
 }
 
+// The tile's rows of k or v in global memory, where shared memory has no room for them.
+struct GlobalRows {
+    const char* rows;
+    int64 stride;
+    int columns, end;
+    __device__ __forceinline__ double number(int row, int column) const {
+        const char* const place = rows + row * stride + column * sizeof(double);
+        return row < end && column < columns ? load_global<double>(place) : 0.0;
+    }
+    __device__ __forceinline__ Pair pair(int row, int column) const {
+        if (columns % 2 != 0) return {number(row, column), number(row, column + 1)};
+        const char* const place = rows + row * stride + column * sizeof(double);
+        return row < end && column < columns ? load_global<Pair>(place) : Pair{};
+    }
+};
+// Them, from row `first` on.
+__device__ __forceinline__ GlobalRows global_keys(const Args& args, const Work& work, int first) {
+    return {work.k + first * args.k_strides.row, args.k_strides.row, args.head_dim, args.keys - work.key - first};
+}
+__device__ __forceinline__ GlobalRows global_values(const Args& args, const Work& work, int first) {
+    return {work.v + first * args.v_strides.row, args.v_strides.row, args.value_dim, args.keys - work.key - first};
+}
+
 // Products ----------------------------------------------------------------------------------------------------------
 
-// scores = a b^T, `a` and `b` the first rows of the warp in two tiles.
-__device__ __forceinline__ void multiply_transposed(Scores& scores, uint32 a, uint32 b) {
+// scores = a b^T, `a` and `b` the first rows of the warp in two tiles; `from` those of a where they are not shared.
+__device__ __forceinline__ void multiply_transposed(Scores& scores, uint32 a, const GlobalRows& from, uint32 b) {
     const uint32 lane = offset(row_in(lane_index() / 4), lane_index() % 4 * 16);
     auto load = [&](uint32 rows, int octet, int step, int n) {
         return load_shared<Pair>(rows + (lane ^ n * 64) + step * 128 + first_row(octet) * PITCH);
@@ -216,7 +240,9 @@ __device__ __forceinline__ void multiply_transposed(Scores& scores, uint32 a, ui
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
-                    const Pair terms = load(a, 2 * block + half, step, n);
+                    const int octet = 2 * block + half, column = 16 * step + 8 * n + lane_index() % 4 * 2;
+                    const Pair terms = KEYS_SHARED ? load(a, octet, step, n)
+                                                   : from.pair(first_row(octet) + row_in(lane_index() / 4), column);
                     left[4 * n + half] = terms.low;
                     left[4 * n + 2 + half] = terms.high;
                 }
@@ -265,8 +291,8 @@ __device__ __forceinline__ void add_product(Sums& sums, uint32 fragments, uint32
     }
 }
 
-// The warp's part of ds k: rows of dq as they come, of every DQ_MATES-th 8 columns.
-__device__ __forceinline__ void multiply_slopes(double (&dq)[DQ_OCTETS][4], uint32 shared) {
+// The warp's part of ds k: rows of dq as they come, of every DQ_MATES-th 8 columns; `from` has k where it is not shared.
+__device__ __forceinline__ void multiply_slopes(double (&dq)[DQ_OCTETS][4], uint32 shared, const GlobalRows& from) {
     const int g = lane_index() / 4, t = lane_index() % 4;
     const int block = warp_index() / DQ_MATES, dq_mate = warp_index() % DQ_MATES;
     const uint32 slopes = shared + SLOPE_START + (2 * block + g / 4) * sizeof(Fragment) +
@@ -286,8 +312,10 @@ __device__ __forceinline__ void multiply_slopes(double (&dq)[DQ_OCTETS][4], uint
             double right[4];
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-                right[n] = load_shared<double>(keys + (lane ^ n % 2 * 64) + octet * (64 * DQ_MATES) +
-                                               (16 * step + n / 2 * 4 + n % 2 * 2) * PITCH);
+                const int row = 16 * step + n / 2 * 4 + n % 2 * 2;
+                const uint32 place = keys + (lane ^ n % 2 * 64) + octet * (64 * DQ_MATES) + row * PITCH;
+                right[n] = KEYS_SHARED ? load_shared<double>(place)
+                                       : from.number(row + row_in(t), (octet * DQ_MATES + dq_mate) * 8 + g);
             }
             multiply_add<16>(dq[octet], left, right);
         }
@@ -390,27 +418,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 Work work;
                 work.q = args.q + args.q_strides.offset(item.batch0, item.batch1, head);
                 work.dout = args.dout + args.dout_strides.offset(item.batch0, item.batch1, head);
+                work.k = args.k + args.k_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.k_strides.row;
+                work.v = args.v + args.v_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.v_strides.row;
                 work.first_tile = (item.batch * args.heads + head) * args.query_tiles;
                 work.index = index;
                 work.visits = item.span.visits;
                 work.key = key;
                 store_shared(shared + WORK_START, work);
             }
+            if (item.span.visits > 0 && warp_index() == WARPS - 1) list_visits(args, mask, item, shared, 0);
+            sync_threads();  // it and the list are there
             if (item.span.visits > 0) {
-                load_tile<TILE_K>(
-                    shared + KEY_START, 0,
-                    args.k + args.k_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.k_strides.row,
-                    args.k_strides.row, args.head_dim, args.keys - key);
-                load_tile<TILE_K>(
-                    shared + VALUE_START, 0,
-                    args.v + args.v_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.v_strides.row,
-                    args.v_strides.row, args.value_dim, args.keys - key);
-                if (warp_index() == WARPS - 1) list_visits(args, mask, item, shared, 0);
-            }
-            sync_threads();  // the list is there
+                const Work work = load_work(shared);
+                if constexpr (KEYS_SHARED) {
+                    load_tile<TILE_K>(shared + KEY_START, 0, work.k, args.k_strides.row, args.head_dim, args.keys - key);
+                    load_tile<TILE_K>(shared + VALUE_START, 0, work.v, args.v_strides.row, args.value_dim, args.keys - key);
+                }
 #pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
-                if (item.span.visits > 0) load_rows(args, shared, 0, half);
+                for (int half = 0; half < HALVES; ++half) load_rows(args, shared, 0, half);
             }
             cp_async_commit_group();
         }
@@ -430,9 +455,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
             Scores scores = {};
             if (has_slopes()) {
-                multiply_transposed(scores, key_rows(VALUE_START), query_rows(DOUT_START));
+                multiply_transposed(scores, key_rows(VALUE_START),
+                                    global_values(args, load_work(shared), key_warp() * KEY_ROWS), query_rows(DOUT_START));
             } else {
-                multiply_transposed(scores, key_rows(KEY_START), query_rows(QUERY_START));
+                multiply_transposed(scores, key_rows(KEY_START),
+                                    global_keys(args, load_work(shared), key_warp() * KEY_ROWS), query_rows(QUERY_START));
                 if (n > 0) release(n - 1);  // whose sums have long arrived
                 for_each([&](int block, int octet, int half) {
 #pragma unroll
@@ -497,7 +524,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             auto turns_had = [&] { return load_relaxed(turn_counter(args, shared, uniform(n))); };
             int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
             double dq[DQ_OCTETS][4] = {};
-            multiply_slopes(dq, shared);
+            multiply_slopes(dq, shared, global_keys(args, load_work(shared), 0));
             // Nothing is read that another block has written, so that nothing is to be acquired: memory adds, and has
             // added what came before a counter that it shows.
             while (ORDERED && turns < listed(shared, n).turn) turns = turns_had();
