@@ -22,6 +22,7 @@ WIDE = {  # head_dim and value_dim: kernels with one stage, and with two sizes t
 }
 FLOAT64 = ((3, 1), (5, 8), (256, 256), (40, 100), (200, 40), (8, 60))  # of all kinds of its tile table
 GRADIENTS = ((40, 100), (128, 128), (192, 130), (256, 256))  # the same of backward's kernels with other tiles
+FLOAT64_GRADIENTS = ((33, 40), (100, 128), (256, 131))
 DECODE = ((128, 128), (96, 96), (192, 180), (256, 256), (64, 256), (40, 100))
 CASES = [  # check, dtype, dims, engine, examples, perhaps capability: more than 300 for each kernel file
     *((check.__name__, dtype, None, "portable", 16) for check in testing.forward_checks for dtype in DTYPES[:2]),
@@ -36,6 +37,9 @@ CASES = [  # check, dtype, dims, engine, examples, perhaps capability: more than
     *(("check_decode_bound", kind, dims, "portable", 4) for kind in FORMATS for dims in DECODE[::3]),
     *(("check_bound", "bfloat16", dims, "sm90", 3) for dims in ((100, 40), (128, 128), (180, 128), (256, 256))),
     *((check.__name__, dtype, (200, 256), "sm90", 26) for check in testing.gradient_checks for dtype in DTYPES[:2]),
+    *((check.__name__, "float64", None, "portable", 40) for check in testing.gradient_checks),
+    *((check.__name__, "float64", None, "portable", 10, AMPERE) for check in testing.gradient_checks),
+    *(("check_gradient_bound", "float64", d, "portable", 4, *more) for d in FLOAT64_GRADIENTS for more in ((), (AMPERE,))),
     *(
         case
         for engine in ("portable", "sm90")
