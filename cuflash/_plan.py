@@ -451,7 +451,7 @@ def float64_backward_variant(head_dim, value_dim, limits):
     """The portable engine's main kernel of backward in float64, for head dims as given."""
     dim, _ = _alike(FLOAT64_BACKWARD_DIMS, head_dim, value_dim)
     for tile_q, tile_k, warps, keys_shared in FLOAT64_BACKWARD_TILES:
-        shared = 16 * dim * tile_k if keys_shared else 32  # k and v, which have no array else; none is empty
+        shared = 16 * dim * tile_k if keys_shared else 256  # k and v, which have no array else; none is empty
         shared += 16 * dim * tile_q  # q and dout
         shared += 16 * tile_k * tile_q  # p and ds
         shared += 16 * tile_q + 64 * 16 + 64  # numbers of rows, visits, what a block works on
