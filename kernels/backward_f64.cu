@@ -10,9 +10,10 @@
 //   slopes:   dp^T = v dout^T    ds^T = p^T (dp^T - row_delta)             dk += ds^T q
 //
 // Two warps of a kind share KEY_ROWS keys: each has half of the queries while it multiplies first, and half of the
-// columns of dk or dv, which stay in registers from the first visit to the last, while it multiplies again. Then all
-// warps compute dq of the visit, a part each, and add it to dq_sum when the block's turn has come. The next q and dout
-// arrive meanwhile, a half of them as soon as the rows of that half have met p^T and ds^T.
+// columns of dk or dv, which stay in registers from the first visit to the last, while it multiplies again. The kinds
+// wait for each other where slopes need p^T, so that what lies between two products of one runs beside those of the
+// other. Then all warps compute dq of the visit, a part each, and add it to dq_sum when the block's turn has come. The
+// next q and dout arrive meanwhile, a half of them as soon as the rows of that half have met p^T and ds^T.
 //
 // Where things lie. An instruction sums its terms in whatever order its operands hold them, if only both agree, and
 // nobody minds which column of s^T is which query. With g = lane / 4 and t = lane % 4, of every 16 queries
@@ -23,11 +24,12 @@
 // All numbers go by 8 bytes to the registers where instructions want them, or by 16 where two are neighbours there. The
 // XOR in offset() lets lanes that load together hit all banks.
 //
-// What limits speed: the tensor cores. A product of 16 x 8 x 16 keeps those of a scheduler for 64 clocks on sm_90, in
-// which shared memory gives 8 numbers to each lane of a warp. At head_dim 128 a product reads 6 where two operands of
-// 16 rows or columns come from there with each other's, for s, dp and dq; 3 for dv and dk, where an A operand serves 8
-// products; that is 24 of 40 for the five, and copies, p and ds take 3.5 more. A visit of 64 keys and 32 queries takes
-// 640 products, 10,240 clocks, and its exponentials 20 instructions of float64 a pair at 64 a clock, 640 more.
+// What limits speed: the tensor cores. On sm_90 a product of 16 x 8 x 16 keeps those of a scheduler for 64 clocks, in
+// which shared memory has 8 numbers for each lane of a warp. At head_dim 128 a product of s, dp or dq reads 6, for each
+// operand from there serves two; of dv and dk 3, for there a left one serves 8 and a right one 2: 24 of 40 for the
+// five. Copies of q and dout, p and ds take 3.5 more. A visit of 64 keys and 32 queries takes 640 products, 10,240
+// clocks on each scheduler. Its exponentials and what belongs to them, some 20 instructions of float64 a pair at 64 a
+// clock, take 640, mostly beside products; and 64 KB of the next rows have 6,000 to arrive in.
 #include "backward_args.cuh"
 #include "float64.cuh"
 #include "mask.cuh"
@@ -56,6 +58,9 @@ static_assert(KEY_ROWS * KEY_WARPS == TILE_K && BLOCKS * 16 == KEY_ROWS, "TILE_K
 static_assert(HALF_ROWS % 16 == 0, "TILE_Q: whole steps of 16 queries");
 static_assert(DQ_MATES % 2 == 0 && DQ_OCTETS * 8 * DQ_MATES == HEAD_DIM, "WARPS: as many columns of dq for each");
 static_assert(STAGES == 1, "STAGES: one for q and dout");
+
+// Barriers, beside that of all: p^T is there, for those who have slopes; all of a kind is, for that kind.
+constexpr int WEIGHTS_THERE = 1, AMONG_WEIGHTS = 2, AMONG_SLOPES = 3;
 
 constexpr int PITCH = HEAD_DIM * sizeof(double);
 constexpr int LISTED = 2 * WARP;  // visits
@@ -443,10 +448,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             };
 
             Scores scores = {};
-            if (has_slopes()) {
-                multiply_transposed(scores, key_rows(VALUE_START),
-                                    global_values(args, load_work(shared), key_warp() * KEY_ROWS), query_rows(DOUT_START));
-            } else {
+            if (!has_slopes()) {
                 multiply_transposed(scores, key_rows(KEY_START),
                                     global_keys(args, load_work(shared), key_warp() * KEY_ROWS), query_rows(QUERY_START));
                 if (n > 0) release(n - 1);  // whose sums have long arrived
@@ -473,9 +475,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     const double(&x)[4] = scores[block][octet];
                     store_shared(own(WEIGHT_START, block, octet, e), Pair{exp2_of(x[e]), exp2_of(x[2 + e])});
                 });
-            }
-            sync_threads();  // p^T is here
-            if (has_slopes()) {
+                bar_arrive(WEIGHTS_THERE, THREADS);
+                bar_sync(AMONG_WEIGHTS, THREADS / 2);
+            } else {
+                multiply_transposed(scores, key_rows(VALUE_START),
+                                    global_values(args, load_work(shared), key_warp() * KEY_ROWS), query_rows(DOUT_START));
+                bar_sync(WEIGHTS_THERE, THREADS);
                 for_each([&](int block, int octet, int e) {
                     const Pair p = load_shared<Pair>(own(WEIGHT_START, block, octet, e));
                     const double delta = number_of(numbers(DELTA_START), octet, e);
@@ -497,8 +502,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     const double(&x)[4] = scores[block][octet];
                     store_shared(own(SLOPE_START, block, octet, e), Pair{x[e], x[2 + e]});
                 });
+                bar_sync(AMONG_SLOPES, THREADS / 2);
             }
-            sync_threads();  // ds^T is here
 
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {
@@ -509,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 cp_async_commit_group();
             }
 
-            auto turns_had = [&] { return load_relaxed(turn_counter(args, shared, uniform(n))); };
+            auto turns_had = [&] { return load_relaxed(turn_counter(args, shared, n)); };
             int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
             double dq[DQ_OCTETS][4] = {};
             multiply_slopes(dq, shared, global_keys(args, load_work(shared), 0));
