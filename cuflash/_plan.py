@@ -147,7 +147,7 @@ FLOAT64_TILES = {
 
 
 def _alike(tiles, head_dim, value_dim):
-    """Both head dims as the narrowest of a table that is as wide as either."""
+    """Both head dims as the narrowest of some that is as wide as either."""
     dim = next(dim for dim in tiles if max(head_dim, value_dim) <= dim)
     return dim, dim
 
@@ -225,7 +225,7 @@ def variants(limits):
         found |= {forward_variant(dtype, mask, *pair, limits): None for mask in masks for pair in pairs}
         found |= {decode_variant(dtype, dim, limits, rows): None for dim in DECODE_TILES for rows in (1, 17)}
         found |= {append_variant(dtype): None}
-        found |= {backward_variant(dtype, *pair, limits): None for pair in pairs}
+        found |= {backward_variant(dtype, *backward_dims(*pair), limits): None for pair in pairs}
         found |= {rows_variant(dtype): None, finish_variant(dtype): None}
         if not_hopper(limits) is None:
             found |= {
@@ -421,8 +421,15 @@ HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12), 256: (64, 64, 1
 HOPPER_DQ_TILES = {256: (128, 64, 12)}
 
 
+def backward_dims(head_dim, value_dim):
+    """Head dims as the portable engine's backward compiles them for 16 bits: alike where one is wide, so as to keep
+    variants few."""
+    dims = _padded(head_dim, value_dim)
+    return dims if max(dims) <= 128 else _alike(EQUAL_DIMS, head_dim, value_dim)
+
+
 def backward_variant(dtype, head_dim, value_dim, limits):
-    """The portable engine's main kernel of backward for padded head dims."""
+    """The portable engine's main kernel of backward in 16 bits for padded head dims."""
     widest = max(head_dim, value_dim)
     for tile_q, tile_k, warps, blocks, stages in next(BACKWARD_TILES[dim] for dim in BACKWARD_TILES if widest <= dim):
         if limits.capability >= (10, 0) and widest > 128 and stages == 2:  # registers spill there
@@ -447,9 +454,14 @@ FLOAT64_BACKWARD_TILES = ((64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 8, 1), (16, 3
 FLOAT64_BACKWARD_DIMS = (32, 64, 128, 256)
 
 
+def float64_backward_dims(head_dim, value_dim):
+    """Head dims as backward compiles them for float64: alike."""
+    return _alike(FLOAT64_BACKWARD_DIMS, head_dim, value_dim)
+
+
 def float64_backward_variant(head_dim, value_dim, limits):
     """The portable engine's main kernel of backward in float64, for head dims as given."""
-    dim, _ = _alike(FLOAT64_BACKWARD_DIMS, head_dim, value_dim)
+    dim, _ = float64_backward_dims(head_dim, value_dim)
     for tile_q, tile_k, warps, keys_shared in FLOAT64_BACKWARD_TILES:
         shared = 16 * dim * tile_k if keys_shared else 256  # k and v, which have no array else; none is empty
         shared += 16 * dim * tile_q  # q and dout
@@ -856,7 +868,8 @@ def _portable_backward(problem, limits, reason):
     if problem.dtype == "float64":
         variant = float64_backward_variant(problem.head_dim, problem.value_dim, limits)
     else:
-        variant = backward_variant(problem.dtype, *_padded(problem.head_dim, problem.value_dim), limits)
+        dims = backward_dims(problem.head_dim, problem.value_dim)
+        variant = backward_variant(problem.dtype, *dims, limits)
     return _backward(problem, limits, "portable", reason, variant, parts=1)
 
 
