@@ -17,7 +17,7 @@ from ._variant import Variant
 LOG2_E = 1.4426950408889634
 LARGEST_GRID = 2**31 - 1
 MOST_TILES = 2**30  # that a ticket counts
-MOST_PARTS = 10**9  # of backward, 64 rows or a tile of keys each: blocks, tickets and counters fit 31 bits
+MOST_PARTS = 10**9  # of backward, some rows or a tile of keys each: blocks, tickets and counters fit 31 bits
 FIRST_COUNTER = 32  # of backward's turns; the ticket and a flag come before, in a line of the cache of their own
 CACHED_BYTES = 2**25  # of keys and values that blocks running together may share: the L2 cache has 40 MB and more
 
@@ -447,10 +447,17 @@ def backward_variant(dtype, head_dim, value_dim, limits):
     )  # fmt: skip
 
 
-# Tiles of backward's main kernel in float64: tile_q, tile_k, warps, the larger the better, so that rows are read less
-# often; whether k and v lie in shared memory, which at head_dim 256 99 KB have no room for. The first that fit are
-# taken; registers have room for all of them. Head dims are padded alike.
-FLOAT64_BACKWARD_TILES = ((64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1), (16, 16, 4, 0))
+# Tiles of backward's main kernel in float64: tile_q, tile_k, warps, whether k and v lie in shared memory. The first that
+# fit it are taken, so the largest, by which rows are read least often; registers have room for all of them. At
+# head_dim 256 keys and values do not fit 99 KB beside rows. Head dims are padded alike. Nothing of it is measured.
+FLOAT64_BACKWARD_TILES = (
+    (64, 64, 8, 1),
+    (32, 64, 8, 1),
+    (32, 32, 8, 1),
+    (16, 32, 8, 1),
+    (16, 16, 4, 1),
+    (16, 16, 4, 0),
+)
 FLOAT64_BACKWARD_DIMS = (32, 64, 128, 256)
 
 
@@ -462,16 +469,19 @@ def float64_backward_dims(head_dim, value_dim):
 def float64_backward_variant(head_dim, value_dim, limits):
     """The portable engine's main kernel of backward in float64, for head dims as given."""
     dim, _ = float64_backward_dims(head_dim, value_dim)
-    for tile_q, tile_k, warps, keys_shared in FLOAT64_BACKWARD_TILES:
-        shared = 16 * dim * tile_k if keys_shared else 256  # k and v, which have no array else; none is empty
-        shared += 16 * dim * tile_q  # q and dout
-        shared += 16 * tile_k * tile_q  # p and ds
-        shared += 16 * tile_q + 64 * 16 + 64  # numbers of rows, visits, what a block works on
-        if shared <= limits.shared_bytes:
-            break
+    tall = int(limits.capability >= (9, 0))
+    choices = [_float64_backward_variant(dim, *tile, tall) for tile in FLOAT64_BACKWARD_TILES]
+    return next(each for each in choices if each.shared_bytes <= limits.shared_bytes)
+
+
+def _float64_backward_variant(dim, tile_q, tile_k, warps, keys_shared, tall):
+    shared = 16 * dim * tile_k if keys_shared else 256  # k and v, whose arrays are never empty
+    shared += 16 * dim * tile_q  # q and dout
+    shared += 16 * tile_k * tile_q  # p and ds
+    shared += 16 * tile_q + 64 * 16 + 64  # numbers of rows, visits, what a block works on
     return Variant(
         "backward_f64", "float64", "window", dim, dim, tile_q, tile_k, warps, 1, 1, shared,
-        tall_products=int(limits.capability >= (9, 0)), keys_shared=keys_shared,
+        tall_products=tall, keys_shared=keys_shared,
     )  # fmt: skip
 
 
@@ -501,7 +511,7 @@ def hopper_dq_variant(dtype, dim):
 
 
 def rows_variant(dtype):
-    """The kernel of backward that goes before: eight threads a row, and rows a block that divide any tile of queries."""
+    """The kernel of backward that goes before: eight threads a row, and rows a block that fill tiles of queries."""
     rows, warps = (16, 4) if dtype == "float64" else (64, 8)
     return Variant("backward_rows", dtype, "window", 256, 256, rows, 64, warps, 4, 1, 0)
 

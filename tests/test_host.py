@@ -1308,7 +1308,8 @@ def planned_backward(q, k, v, limits=HOPPER, engine=None, **keywords):
 @settings(max_examples=300)
 @given(
     st.integers(1, 256), st.integers(0, 256), st.sampled_from(_plan.GPU_DTYPES["backward"]),
-    st.sampled_from((False, True)), st.sampled_from((None, (3, 3))), st.integers(1, 2000), st.integers(1, 2000), st.sampled_from((None, "portable")),
+    st.sampled_from((False, True)), st.sampled_from((None, (3, 3))), st.integers(1, 2000), st.integers(1, 2000),
+    st.sampled_from((None, "portable")),
 )  # fmt: skip
 def test_every_plan_of_backward_asks_for_listed_variants(
     limits, head_dim, value_dim, dtype, causal, window, queries, keys, engine
