@@ -447,8 +447,8 @@ def backward_variant(dtype, head_dim, value_dim, limits):
     )  # fmt: skip
 
 
-# Tiles of backward's main kernel in float64: tile_q, tile_k, warps, whether k and v lie in shared memory. The first that
-# fit it are taken, so the largest, by which rows are read least often; registers have room for all of them. At
+# Tiles of backward's main kernel in float64: tile_q, tile_k, warps, whether k and v lie in shared memory. The first
+# that fit it are taken, so the largest, by which rows are read least often; registers have room for all of them. At
 # head_dim 256 keys and values do not fit 99 KB beside rows. Head dims are padded alike. Nothing of it is measured.
 FLOAT64_BACKWARD_TILES = (
     (64, 64, 8, 1),
