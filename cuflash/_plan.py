@@ -109,13 +109,13 @@ def _padded(head_dim, value_dim):
 
 
 # Tiles of forward in float32 and in float64: tile_q, tile_k, blocks a multiprocessor and, of float32, stages. The first
-# that fit shared memory are taken. Nothing of it is measured.
+# that fit shared memory are taken. They follow from registers and shared memory; nothing of them is measured.
 #
-# Float32, by the padded head dim, of v too, for what is padded is not multiplied: at 64 several blocks work while one
-# splits keys; from 96 on one block reads keys for as many rows as there is room for; at 256 registers hold out and no
-# keys on their way. Head dims below 16 take 32 too: of the 2,450 operations a cycle that mma.sync does on a
-# multiprocessor of an H200, a pair takes 768, 0.31 cycles, and without tensor cores each would read shared memory some
-# 30 times at head_dim 3, of which 32 are a cycle.
+# Float32, by the padded head dim, of v too, for little is multiplied of what is padded: at 64 several blocks work while
+# one splits keys; from 96 on one block reads keys for as many rows as there is room for; at 256 registers hold out and
+# no keys on their way. Head dims below 16 take 32 too: of the 2,450 operations a cycle that mma.sync does on a
+# multiprocessor of an H200, a pair takes 768, 0.31 cycles, while multiply-adds outside the tensor cores would read
+# shared memory some 30 times for it at head_dim 3, and 32 of these are a cycle.
 FLOAT32_TILES = {
     32: ((128, 32, 2, 2),),
     64: ((64, 32, 3, 2), (64, 32, 2, 2)),
@@ -199,6 +199,8 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits):
         return _precise_variant(dtype, head_dim, value_dim, limits)
     head_dim, value_dim = _padded(head_dim, value_dim)
     widest, stages = max(head_dim, value_dim), 2
+    if head_dim != value_dim and not_hopper(limits) is None:
+        mask = "window"  # which serves all: variants are many there, and the sm90 engine leaves few problems
     if widest <= 32:
         tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 128: 0.97 of it, causal
     elif widest <= 64:

@@ -1124,8 +1124,8 @@ def test_float64_pads_to_what_its_instructions_take(limits):
         variant = _plan.forward_variant("float64", "full", *padded, limits)
         assert (variant.head_dim, variant.value_dim, variant.kernel) == (*padded, "forward_f64")
         assert variant.tall_products == (limits.capability >= (9, 0))
-        parts = 16 * variant.warps // variant.tile_q
-        assert variant.tile_q >= 16 and parts == (2 if variant.value_dim > 128 else 1)
+        shares = 16 * variant.warps // variant.tile_q  # warps that share rows
+        assert variant.tile_q >= 16 and shares == (2 if variant.value_dim > 128 else 1)
         assert {_plan.forward_variant("float64", mask, *padded, limits) for mask in _masks.MASKS} == {variant}
 
 
