@@ -147,7 +147,7 @@ FLOAT64_TILES = {
 
 
 def _alike(tiles, head_dim, value_dim):
-    """Both head dims as the narrowest of some that is as wide as either."""
+    """Both head dims as the narrowest of a table that is as wide as either."""
     dim = next(dim for dim in tiles if max(head_dim, value_dim) <= dim)
     return dim, dim
 
@@ -227,7 +227,7 @@ def variants(limits):
         found |= {forward_variant(dtype, mask, *pair, limits): None for mask in masks for pair in pairs}
         found |= {decode_variant(dtype, dim, limits, rows): None for dim in DECODE_TILES for rows in (1, 17)}
         found |= {append_variant(dtype): None}
-        found |= {backward_variant(dtype, *backward_dims(*pair), limits): None for pair in pairs}
+        found |= {backward_variant(dtype, *pair, limits): None for pair in pairs}
         found |= {rows_variant(dtype): None, finish_variant(dtype): None}
         if not_hopper(limits) is None:
             found |= {
@@ -423,13 +423,6 @@ HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12), 256: (64, 64, 1
 HOPPER_DQ_TILES = {256: (128, 64, 12)}
 
 
-def backward_dims(head_dim, value_dim):
-    """Head dims as the portable engine's backward compiles them for 16 bits: alike where one is wide, so as to keep
-    variants few."""
-    dims = _padded(head_dim, value_dim)
-    return dims if max(dims) <= 128 else _alike(EQUAL_DIMS, head_dim, value_dim)
-
-
 def backward_variant(dtype, head_dim, value_dim, limits):
     """The portable engine's main kernel of backward in 16 bits for padded head dims."""
     widest = max(head_dim, value_dim)
@@ -460,7 +453,7 @@ FLOAT64_BACKWARD_TILES = (
     (16, 16, 4, 1),
     (16, 16, 4, 0),
 )
-FLOAT64_BACKWARD_DIMS = (32, 64, 128, 256)
+FLOAT64_BACKWARD_DIMS = (32, 64, 96, 128, 192, 256)
 
 
 def float64_backward_dims(head_dim, value_dim):
@@ -473,7 +466,8 @@ def float64_backward_variant(head_dim, value_dim, limits):
     dim, _ = float64_backward_dims(head_dim, value_dim)
     tall = int(limits.capability >= (9, 0))
     choices = [_float64_backward_variant(dim, *tile, tall) for tile in FLOAT64_BACKWARD_TILES]
-    return next(each for each in choices if each.shared_bytes <= limits.shared_bytes)
+    fitting = [each for each in choices if each.shared_bytes <= limits.shared_bytes]
+    return next(each for each in fitting if each.tile_q * dim % (16 * 8 * each.warps) == 0)  # parts of dq, for each warp
 
 
 def _float64_backward_variant(dim, tile_q, tile_k, warps, keys_shared, tall):
@@ -880,8 +874,7 @@ def _portable_backward(problem, limits, reason):
     if problem.dtype == "float64":
         variant = float64_backward_variant(problem.head_dim, problem.value_dim, limits)
     else:
-        dims = backward_dims(problem.head_dim, problem.value_dim)
-        variant = backward_variant(problem.dtype, *dims, limits)
+        variant = backward_variant(problem.dtype, *_padded(problem.head_dim, problem.value_dim), limits)
     return _backward(problem, limits, "portable", reason, variant, parts=1)
 
 

@@ -35,8 +35,7 @@ def jobs():
         yield variant, int("".join(map(str, limits.capability)))
     for a, limits in enumerate(others):
         dtypes = [NARROW[(a + p) % 2] for p in range(len(PAIRS))]
-        pairs = [_plan.backward_dims(*pair) for pair in PAIRS]
-        chosen = [_plan.backward_variant(dtype, *pair, limits) for dtype, pair in zip(dtypes, pairs, strict=True)]
+        chosen = [_plan.backward_variant(dtype, *pair, limits) for dtype, pair in zip(dtypes, PAIRS, strict=True)]
         dims = [(dim, rows) for dim in _plan.DECODE_TILES for rows in (1, 17)]
         chosen += {_plan.decode_variant(dtypes[0], dim, limits, rows): None for dim, rows in dims}
         chosen += [_plan.decode_8bit_variant(kind, dim, limits) for kind in FORMATS for dim in _plan.DECODE_8BIT_TILES]

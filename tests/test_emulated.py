@@ -25,7 +25,7 @@ WIDE = {  # head_dim and value_dim: kernels with one stage, and with two sizes t
 }
 FLOAT64 = ((3, 1), (5, 8), (256, 256), (40, 100), (200, 40), (8, 60))  # of all kinds of its tile table
 GRADIENTS = ((40, 100), (128, 128), (192, 130), (256, 256))  # the same of backward's kernels with other tiles
-FLOAT64_GRADIENTS = ((33, 40), (100, 128), (256, 131))
+FLOAT64_GRADIENTS = ((33, 40), (70, 96), (100, 128), (192, 150), (256, 131))  # likewise
 DECODE = ((128, 128), (96, 96), (192, 180), (256, 256), (64, 256), (40, 100))
 CASES = [  # check, dtype, dims, engine, examples, perhaps capability: more than 300 for each kernel file
     *((check.__name__, dtype, None, "portable", 16) for check in testing.forward_checks for dtype in DTYPES[:2]),

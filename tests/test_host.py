@@ -1351,7 +1351,8 @@ def test_tiles_of_backward_in_float64():
     """Where shared memory is small tiles are; where it has no room for keys they stay in global memory."""
     for capability, dim, tiles in (
         ((9, 0), 32, (64, 64, 1)), ((9, 0), 128, (32, 64, 1)), ((9, 0), 256, (16, 32, 1)), ((8, 0), 128, (32, 32, 1)),
-        ((8, 0), 256, (16, 16, 1)), ((8, 6), 128, (16, 16, 1)), ((8, 6), 256, (16, 16, 0)),
+        ((9, 0), 192, (32, 32, 1)), ((8, 0), 192, (16, 32, 1)), ((8, 0), 256, (16, 16, 1)),
+        ((8, 6), 96, (16, 16, 1)), ((8, 6), 128, (16, 16, 1)), ((8, 6), 192, (16, 16, 0)), ((8, 6), 256, (16, 16, 0)),
     ):  # fmt: skip
         limits = _plan.KNOWN[capability]
         variant = _plan.float64_backward_variant(dim, dim // 2, limits)
