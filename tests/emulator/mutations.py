@@ -863,11 +863,11 @@ MUTATIONS = (
     in_gradients64("first_sums_added", "listed(shared, n).turn == 0", "listed(shared, n).turn == 1", LONG64),
     in_gradients64(
         "turn_not_awaited", "while (ORDERED && turns < listed(shared, n).turn) turns = turns_had();", "", LONG64,
-        blocks=3,
+        blocks=4,
     ),
     in_gradients64("keys_of_dq_mixed_up", "key = t / 2 + t % 2 * 8;", "key = t / 2 * 8 + t % 2;", GRADIENT64),
     in_gradients64("columns_of_the_mate", "column = mate() * 8 +", "column = (1 - mate()) * 8 +", GRADIENT64),
-    in_gradients64("one_query_too_far", "query < end[key];", "query <= end[key];", SLIDING64),
+    in_gradients64("one_query_too_far", "query < end[key])", "query <= end[key])", SLIDING64),
     in_gradients64("keys_beyond_the_last", "if (r >= keys) continue;", "", GRADIENT64),
     in_gradients64(
         "spoilt_keys_not_flagged", "if (finite != 0) store_global(suspect, 1);", "", GRADIENT64,
