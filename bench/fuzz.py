@@ -163,6 +163,7 @@ def _dims(rng, variant):
         "backward_sm90": _plan.hopper_backward_dims,
         "forward_f32": _plan.float32_dims,
         "forward_f64": _plan.float64_dims,
+        "backward_f64": _plan.float64_backward_dims,
         "decode": _plan.decode_dims,
         "decode_8bit": _plan.decode_8bit_dims,
     }.get(variant.kernel, _plan._padded)
@@ -208,7 +209,7 @@ def gradients(example, clean, rng, engine):
     q, k, v, dout = example.operands(gpu.to_device)
     out, lse = cuflash.forward(q, k, v, return_lse=True, **engine)
     host = contenders.to_host(lse)
-    dlse = rng.standard_normal(lse.shape, np.float32) if rng.random() < 0.3 else None
+    dlse = rng.standard_normal(lse.shape, np.float32).astype(host.dtype) if rng.random() < 0.3 else None
     if rng.random() < 0.2:  # rows that do not lie side by side
         lse = gpu.to_device(np.repeat(host, 2, axis=-1))[..., ::2]
     keywords = engine | {"dlse": None if dlse is None else gpu.to_device(dlse)}
@@ -291,7 +292,7 @@ def try_one(variant, seed, engine):
         return example.keywords | {"engine": None if name == "sm90" else name}
 
     if variant.backward:
-        row = np.zeros(dout[0].shape[:-1], np.float32)
+        row = np.zeros(dout[0].shape[:-1], ELEMENTS[variant.element].lse)
         ran = gpu.plan_of("backward", dout[0], q, k, v, dout[0], row, **chosen(variant.engine)).variant
         worst, lse = gradients(example, clean, rng, chosen(engine))
     else:
@@ -445,7 +446,7 @@ def main(argv=None):
     variants = [variant for variant in variants if variant.element in options.dtype.split(",")]
     mains = {
         "forward": ("forward", "forward_f32", "forward_f64", "forward_sm90", "forward_f32_sm90"),
-        "backward": ("backward", "backward_sm90"),
+        "backward": ("backward", "backward_f64", "backward_sm90"),
         "decode": ("decode", "decode_8bit"),
     }
     variants = [variant for variant in variants if variant.kernel in mains[options.what]]

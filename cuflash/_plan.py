@@ -17,7 +17,7 @@ from ._variant import Variant
 LOG2_E = 1.4426950408889634
 LARGEST_GRID = 2**31 - 1
 MOST_TILES = 2**30  # that a ticket counts
-MOST_PARTS = 10**9  # of backward, 64 rows or a tile of keys each: blocks, tickets and counters fit 31 bits
+MOST_PARTS = 10**9  # of backward, some rows or a tile of keys each: blocks, tickets and counters fit 31 bits
 FIRST_COUNTER = 32  # of backward's turns; the ticket and a flag come before, in a line of the cache of their own
 CACHED_BYTES = 2**25  # of keys and values that blocks running together may share: the L2 cache has 40 MB and more
 
@@ -243,6 +243,8 @@ def variants(limits):
     if not_hopper(limits) is None:
         for parts, tiles in HOPPER_FLOAT32_TILES.items():
             found |= {make(dim, parts): None for dim in tiles for make in (parts_variant, hopper_float32_variant)}
+    found |= {float64_backward_variant(dim, dim, limits): None for dim in FLOAT64_BACKWARD_DIMS}
+    found |= {rows_variant("float64"): None, finish_variant("float64"): None}
     found |= {decode_8bit_variant(kind, dim, limits): None for kind in FORMATS for dim in DECODE_8BIT_TILES}
     return tuple(found)
 
@@ -389,14 +391,22 @@ def append_variant(dtype):
 # Engines --------------------------------------------------------------------------------------------------------
 
 
+GPU_DTYPES = {
+    "forward": tuple(ELEMENTS),
+    "backward": ("float16", "bfloat16", "float64"),
+    "decode": ("float16", "bfloat16"),
+}
+
+
 def plan(problem, limits):
     """Choose engine, variant, copies and launches for a problem. ``limits`` is None where there is no GPU."""
     if problem.library == "numpy":
         return Plan("numpy", "the arrays are NumPy's")
-    if problem.function != "forward" and problem.dtype not in ("float16", "bfloat16"):
+    wanted = GPU_DTYPES[problem.function]
+    if problem.dtype not in wanted:
         raise NotImplementedError(
             f"{problem.function}: has no GPU kernel for {problem.dtype} yet; "
-            f"wanted float16 or bfloat16, or NumPy arrays"
+            f"wanted {', '.join(wanted[:-1])} or {wanted[-1]}, or NumPy arrays"
         )
     portable, hopper = {
         "forward": (_portable_forward, _hopper_float32 if problem.dtype == "float32" else _hopper_forward),
@@ -455,7 +465,7 @@ HOPPER_DQ_TILES = {256: (128, 64, 12)}
 
 
 def backward_variant(dtype, head_dim, value_dim, limits):
-    """The portable engine's main kernel of backward for padded head dims."""
+    """The portable engine's main kernel of backward in 16 bits for padded head dims."""
     widest = max(head_dim, value_dim)
     for tile_q, tile_k, warps, blocks, stages in next(BACKWARD_TILES[dim] for dim in BACKWARD_TILES if widest <= dim):
         if limits.capability >= (10, 0) and widest > 128 and stages == 2:  # registers spill there
@@ -470,6 +480,45 @@ def backward_variant(dtype, head_dim, value_dim, limits):
     return Variant(
         "backward", dtype, "window", head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared,
         vector_adds=int(limits.capability >= (9, 0)),
+    )  # fmt: skip
+
+
+# Tiles of backward's main kernel in float64: tile_q, tile_k, warps, whether k and v lie in shared memory. The first
+# that fit it are taken, so the largest, by which rows are read least often; registers have room for all of them. At
+# head_dim 256 keys and values do not fit 99 KB beside rows. Head dims are padded alike. Nothing of it is measured.
+FLOAT64_BACKWARD_TILES = (
+    (64, 64, 8, 1),
+    (32, 64, 8, 1),
+    (32, 32, 8, 1),
+    (16, 32, 8, 1),
+    (16, 16, 4, 1),
+    (16, 16, 4, 0),
+)
+FLOAT64_BACKWARD_DIMS = (32, 64, 96, 128, 192, 256)
+
+
+def float64_backward_dims(head_dim, value_dim):
+    """Head dims as backward compiles them for float64: alike."""
+    return _alike(FLOAT64_BACKWARD_DIMS, head_dim, value_dim)
+
+
+def float64_backward_variant(head_dim, value_dim, limits):
+    """The portable engine's main kernel of backward in float64, for head dims as given."""
+    dim, _ = float64_backward_dims(head_dim, value_dim)
+    tall = int(limits.capability >= (9, 0))
+    choices = [_float64_backward_variant(dim, *tile, tall) for tile in FLOAT64_BACKWARD_TILES]
+    fitting = [each for each in choices if each.shared_bytes <= limits.shared_bytes]
+    return next(each for each in fitting if each.tile_q * dim % (16 * 8 * each.warps) == 0)  # parts of dq, for each warp
+
+
+def _float64_backward_variant(dim, tile_q, tile_k, warps, keys_shared, tall):
+    shared = 16 * dim * tile_k if keys_shared else 256  # k and v, whose arrays are never empty
+    shared += 16 * dim * tile_q  # q and dout
+    shared += 16 * tile_k * tile_q  # p and ds
+    shared += 16 * tile_q + 64 * 16 + 64  # numbers of rows, visits, what a block works on
+    return Variant(
+        "backward_f64", "float64", "window", dim, dim, tile_q, tile_k, warps, 1, 1, shared,
+        tall_products=tall, keys_shared=keys_shared,
     )  # fmt: skip
 
 
@@ -499,13 +548,15 @@ def hopper_dq_variant(dtype, dim):
 
 
 def rows_variant(dtype):
-    """The kernel of backward that goes before: eight threads a row, 64 rows a block."""
-    return Variant("backward_rows", dtype, "window", 256, 256, 64, 64, 8, 4, 1, 0)
+    """The kernel of backward that goes before: eight threads a row, and rows a block that fill tiles of queries."""
+    rows, warps = (16, 4) if dtype == "float64" else (64, 8)
+    return Variant("backward_rows", dtype, "window", 256, 256, rows, 64, warps, 4, 1, 0)
 
 
 def finish_variant(dtype):
-    """The kernel of backward that goes behind: 64 rows of dq a block."""
-    return Variant("backward_finish", dtype, "window", 256, 256, 64, 64, 4, 5, 1, 0)
+    """The kernel of backward that goes behind: as many rows of dq a block as the main kernel keeps together."""
+    rows = 16 if dtype == "float64" else 64
+    return Variant("backward_finish", dtype, "window", 256, 256, rows, 64, rows // 16, 320 // rows, 1, 0)
 
 
 # Forward --------------------------------------------------------------------------------------------------------
@@ -899,7 +950,10 @@ def _filling(blocks, limits, items):
 
 
 def _portable_backward(problem, limits, reason):
-    variant = backward_variant(problem.dtype, *_padded(problem.head_dim, problem.value_dim), limits)
+    if problem.dtype == "float64":
+        variant = float64_backward_variant(problem.head_dim, problem.value_dim, limits)
+    else:
+        variant = backward_variant(problem.dtype, *_padded(problem.head_dim, problem.value_dim), limits)
     return _backward(problem, limits, "portable", reason, variant, parts=1)
 
 
@@ -920,22 +974,24 @@ def _backward(problem, limits, engine, reason, variant, parts):
     if 0 in (batches, problem.heads, problem.queries, problem.keys):
         return Plan(engine, reason, (), results)
 
+    real = ELEMENTS[problem.dtype].lse  # dtype of sums
     operands, copies, lengths, where = _layout.lay_out(problem.batch, _backward_uses(problem, grads, engine))
     copies |= {
-        name: _layout.Copy(name, x.shape, 4 * x.shape[-1], "float32")
+        name: _layout.Copy(name, x.shape, real.itemsize * x.shape[-1], real.name)
         for name, x in (("lse", problem.lse), ("dlse", problem.dlse))
-        if x and not _layout.is_contiguous(x, 4)
+        if x and not _layout.is_contiguous(x, real.itemsize)
     }
     query_tiles, key_tiles = -(-problem.queries // variant.tile_q), -(-problem.keys // variant.tile_k)
     heads, items = batches * problem.heads, batches * problem.key_heads * key_tiles
     padded = query_tiles * variant.tile_q
-    row_blocks = heads * padded // 64
+    before, behind = rows_variant(problem.dtype), finish_variant(problem.dtype)
+    row_blocks = heads * padded // before.tile_q
     if max(items, row_blocks) > MOST_PARTS:
-        has = f"{items} tiles of keys and {row_blocks} of 64 rows, counted over all heads"
+        has = f"{items} tiles of keys and {row_blocks} of {before.tile_q} rows, counted over all heads"
         raise ValueError(f"backward: has {has}; wanted at most {MOST_PARTS} of each")
     blocks = limits.processors * variant.blocks_per_sm
     passes = _passes(problem, variant, key_tiles, blocks)
-    largest = float(np.finfo(np.float32).max) / 2
+    largest = float(np.finfo(real).max) / 2
     scale = min(max(problem.scale, -largest), largest)
     wide = {name: int(bool(like.stretched)) for name, like in grads.items()}
     alone = engine == "sm90" and variant.head_dim in HOPPER_DQ_TILES
@@ -967,10 +1023,10 @@ def _backward(problem, limits, engine, reason, variant, parts):
         "scale": scale,
         "scale_log2": scale * LOG2_E,
     }
-    sums = () if alone else (Buffer("dq_sum", (heads, padded, variant.head_dim), "float32", (0, 1)),)
+    sums = () if alone else (Buffer("dq_sum", (heads, padded, variant.head_dim), real.name, (0, 1)),)
     buffers = (
-        Buffer("row_lse", (heads, padded), "float32", (0,)),
-        Buffer("row_delta", (heads, padded), "float32", (0,)),
+        Buffer("row_lse", (heads, padded), real.name, (0,)),
+        Buffer("row_delta", (heads, padded), real.name, (0,)),
         *sums,
         Buffer("turns", (FIRST_COUNTER + len(sums) * heads * query_tiles * parts,), "int32", (), cleared=True),
         Buffer("suspects", (items,), "int32", (), cleared=True),
@@ -988,8 +1044,8 @@ def _backward(problem, limits, engine, reason, variant, parts):
     def step(variant, grid, more=None, **facts):
         return Step(variant, grid, 32 * variant.warps, variant.shared_bytes, args | (more or {}), **facts)
 
-    behind, finished = finish_variant(problem.dtype), items
-    steps = [step(rows_variant(problem.dtype), row_blocks)]
+    finished = items
+    steps = [step(before, row_blocks)]
     if alone:
         dq = hopper_dq_variant(problem.dtype, variant.head_dim)
         tiles = -(-problem.queries // dq.tile_q)
@@ -1043,9 +1099,9 @@ def _backward_uses(problem, grads, engine):
     uses = {name: Use(operand, problem.dtype, 16, tensor=tensors) for name, operand in given.items()}
     uses["out"] = Use(problem.out, problem.dtype, 16)
     for name, like in grads.items():
-        if like.stretched:  # each part in float32, to be summed
+        if like.stretched:  # each part in the dtype of sums, to be summed
             part = Operand(like.shape, (0,) * len(like.shape), True)
-            uses[name] = Use(part, "float32", 16, written=True, summed=like.stretched)
+            uses[name] = Use(part, ELEMENTS[problem.dtype].lse.name, 16, written=True, summed=like.stretched)
         else:
             steps = contiguous(like.shape, like.order, ELEMENTS[problem.dtype].itemsize)
             grad = getattr(problem, name) or Operand(like.shape, steps, True)

@@ -54,7 +54,7 @@ def _args(scale_log2, pointers="q k v out lse", maps="", wide="", sizes=""):
     )
 
 
-def _backward_args(maps="", more=()):
+def _backward_args(maps="", more=(), scale=np.float32):
     pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
     sizes = (
         "queries keys heads group head_dim value_dim batches1 first_shift end_shift query_tiles key_tiles "
@@ -66,8 +66,8 @@ def _backward_args(maps="", more=()):
             *((name, _TENSOR_MAP) for name in maps.split()),
             *((f"{name}_strides", _STRIDES) for name in "q k v dout out dq dk dv".split()),
             *((name, np.int32) for name in sizes.split()),
-            ("scale", np.float32),
-            ("scale_log2", np.float32),
+            ("scale", scale),
+            ("scale_log2", scale),
             *more,
         ]
     )
@@ -114,7 +114,8 @@ _OFFSET_OF = """\
 #endif
 """
 
-# Kernel file and the twin of its struct Args, by kernel.
+# Kernel file and the twin of its struct Args, by kernel; of kernels for several dtypes of sums, the twins by these.
+_BACKWARD_ARGS = {name: _backward_args(scale=name) for name in ("float32", "float64")}
 KERNELS = {
     "forward": ("forward.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
     "forward_f32": ("forward_f32.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
@@ -131,9 +132,10 @@ KERNELS = {
     "append": ("append.cu", _append_args()),
     "decode": ("decode.cu", _decode_args()),
     "decode_8bit": ("decode_8bit.cu", _decode_args()),
-    "backward_rows": ("backward_rows.cu", _backward_args()),
+    "backward_rows": ("backward_rows.cu", _BACKWARD_ARGS),
     "backward": ("backward.cu", _backward_args()),
-    "backward_finish": ("backward_finish.cu", _backward_args()),
+    "backward_f64": ("backward_f64.cu", _BACKWARD_ARGS["float64"]),
+    "backward_finish": ("backward_finish.cu", _BACKWARD_ARGS),
     "backward_sm90": ("backward_sm90.cu", _backward_args("q_map dout_map k_map v_map dk_map dv_map")),
     "backward_dq_sm90": (
         "backward_dq_sm90.cu",
@@ -171,6 +173,7 @@ class Variant:
     early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
     ordered: int = 1  # backward: whether sums of dq take turns; 0 in tests of what that costs
     tall_products: int = 0  # float64: whether the device multiplies 16 rows in one instruction
+    keys_shared: int = 1  # backward in float64: whether k and v lie in shared memory
     vector_adds: int = 0  # backward: whether the device adds four floats at once
     parts: int = 0  # float32: bfloat16 that a number is split into
     converts: int = 0  # decode: whether the device converts E4M3
@@ -199,7 +202,8 @@ class Variant:
     @property
     def args(self):
         """NumPy twin of the kernel's struct Args."""
-        return KERNELS[self.kernel][1]
+        args = KERNELS[self.kernel][1]
+        return args[KINDS[self.element].lse.name] if isinstance(args, dict) else args
 
     def preamble(self):
         """The constants and types of this variant, and the checks of its struct of arguments."""
@@ -230,8 +234,9 @@ class Variant:
         if field.default is MISSING:
             return field.name not in _UNUSED.get(self.kernel, ())
         owners = {
-            "ordered": ("backward", "backward_sm90"),
-            "tall_products": ("forward_f64",),
+            "ordered": ("backward", "backward_f64", "backward_sm90"),
+            "tall_products": ("forward_f64", "backward_f64"),
+            "keys_shared": ("backward_f64",),
             "parts": ("forward_f32", "forward_f32_sm90", "forward_parts"),
             "vector_adds": ("backward",),
             "converts": ("decode_8bit",),

@@ -41,7 +41,9 @@ def jobs():
         chosen += [_plan.decode_8bit_variant(kind, dim, limits) for kind in FORMATS for dim in _plan.DECODE_8BIT_TILES]
         chosen += [_plan.forward_variant("float32", "full", dim, dim, limits) for dim in _plan.FLOAT32_TILES]
         chosen += [_plan.forward_variant("float64", "full", *pair, limits) for pair in _plan.FLOAT64_TILES]
+        chosen += [_plan.float64_backward_variant(dim, dim, limits) for dim in _plan.FLOAT64_BACKWARD_DIMS]
         chosen += [make(dtypes[0]) for make in (_plan.append_variant, _plan.rows_variant, _plan.finish_variant)]
+        chosen += [make("float64") for make in (_plan.rows_variant, _plan.finish_variant)]
         for variant in chosen:
             yield variant, int("".join(map(str, limits.capability)))
 

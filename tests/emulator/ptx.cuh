@@ -27,6 +27,12 @@ inline int warp_index() { return emulator::thread().warp->index; }
 
 inline void sync_threads(Site here = HERE) { emulator::sync_block(here); }
 inline void sync_warp(Site here = HERE) { emulator::sync_lanes(here); }
+inline void bar_sync(int barrier, int threads, Site here = HERE) {
+    emulator::meet_at_named("bar_sync", barrier, threads, true, here);
+}
+inline void bar_arrive(int barrier, int threads, Site here = HERE) {
+    emulator::meet_at_named("bar_arrive", barrier, threads, false, here);
+}
 
 // Each lane gets what lane source(its own) holds.
 template <typename T, typename Source>
@@ -100,6 +106,10 @@ inline int atomic_add_acq_rel(char* address, int value, Site here = HERE) { retu
 inline void add_global(char* address, float value, Site here = HERE) {
     emulator::pause("add_global", here);
     store_global(address, load_global<float>(address, here) + value, here);
+}
+inline void add_global(char* address, double value, Site here = HERE) {
+    emulator::pause("add_global", here);
+    store_global(address, load_global<double>(address, here) + value, here);
 }
 template <bool VECTORS>
 void add_global(char* address, const float (&values)[4], Site here = HERE) {
