@@ -49,19 +49,24 @@ constexpr int OCTETS = QUERIES / 8;
 constexpr int COLUMNS = HEAD_DIM / 2;          // that a warp has of dk or dv: every other 8
 constexpr int HALVES = TILE_Q == 16 ? 1 : 2;   // of q and dout, copied by themselves
 constexpr int HALF_ROWS = TILE_Q / HALVES;
-constexpr int DQ_MATES = WARPS / (TILE_Q / 16);  // warps that share 16 rows of dq: each has 8 columns in turn
+constexpr int DQ_MATES = WARPS / 2 / (TILE_Q / 16);  // warps that share 16 rows of dq: each has 8 columns in turn
 constexpr int DQ_OCTETS = HEAD_DIM / 8 / DQ_MATES;
+constexpr int DQ_ROUND = DQ_OCTETS < 4 ? DQ_OCTETS : 4;  // that registers hold at once
 
 static_assert(HEAD_DIM == VALUE_DIM, "VALUE_DIM: that of k, so that both kinds of warps do the same");
 static_assert(HEAD_DIM % 32 == 0, "HEAD_DIM: a multiple of 32");
 static_assert(WARPS % 4 == 0, "WARPS: two of each kind for the same keys");
 static_assert(KEY_ROWS * KEY_WARPS == TILE_K && BLOCKS * 16 == KEY_ROWS, "TILE_K: 16 keys for a pair of warps, or 32");
 static_assert(HALF_ROWS % 16 == 0, "TILE_Q: whole steps of 16 queries");
-static_assert(DQ_MATES % 2 == 0 && DQ_OCTETS * 8 * DQ_MATES == HEAD_DIM, "WARPS: as many columns of dq for each");
+static_assert(DQ_MATES == 1 || DQ_MATES % 2 == 0, "WARPS: octets that a warp has of dq are an even number apart");
+static_assert(DQ_OCTETS * 8 * DQ_MATES == HEAD_DIM && DQ_OCTETS % DQ_ROUND == 0, "WARPS: as many columns of dq for each");
 static_assert(STAGES == 1, "STAGES: one for q and dout");
 
-// Barriers, beside that of all: p^T is there, for those who have slopes; all of a kind is, for that kind.
-constexpr int WEIGHTS_THERE = 1, AMONG_WEIGHTS = 2, AMONG_SLOPES = 3;
+// Barriers, beside that of all. Of a kind:
+constexpr int AMONG_WEIGHTS = 1, AMONG_SLOPES = 2;
+// Where one kind waits for the other: weights for q, brought by those who have slopes, and for them to have read p^T;
+// slopes for dout, brought by the others; slopes for p^T; and weights for dout to have been read.
+constexpr int QUERIES_THERE = 3, DOUTS_THERE = 4, WEIGHTS_THERE = 5, DOUTS_READ = 6;
 
 constexpr int PITCH = HEAD_DIM * sizeof(double);
 constexpr int LISTED = 2 * WARP;  // visits
@@ -128,6 +133,7 @@ __device__ __forceinline__ uint32 offset(uint32 row, uint32 byte) {
 __device__ __forceinline__ bool has_slopes() { return warp_index() >= WARPS / 2; }
 __device__ __forceinline__ int key_warp() { return warp_index() / 2 % KEY_WARPS; }
 __device__ __forceinline__ int mate() { return warp_index() % 2; }
+__device__ __forceinline__ int dq_block() { return (warp_index() - WARPS / 2) / DQ_MATES; }
 __device__ __forceinline__ int warp_query() { return first_query(mate() * OCTETS); }  // of its first octet
 
 // Visits ------------------------------------------------------------------------------------------------------------
@@ -159,14 +165,14 @@ __device__ __forceinline__ void list_visits(const Args& args, const Mask& mask, 
     store_shared(shared + LIST_START + n % LISTED * sizeof(Listed), listed);
 }
 
-// Copies ROWS rows of an operand to a tile, all threads together: what lies beyond `columns` or `end` rows is not read
-// and becomes zeros.
-template <int ROWS>
+// Copies ROWS rows of an operand to a tile, TOGETHER threads: what lies beyond `columns` or `end` rows is not read and
+// becomes zeros.
+template <int ROWS, int TOGETHER>
 __device__ __forceinline__ void load_tile(uint32 tile, int first, const char* source, int64 stride, int columns,
                                           int end) {
     constexpr int CHUNKS = PITCH / 16;
 #pragma unroll 4
-    for (int n = fresh_thread_index(); n < ROWS * CHUNKS; n += THREADS) {
+    for (int n = fresh_thread_index() % TOGETHER; n < ROWS * CHUNKS; n += TOGETHER) {
         const int row = first + n / CHUNKS, chunk = n % CHUNKS;
         const uint32 to = tile + offset(row, chunk * 16);
         const char* from = source + row * stride + chunk * 16;
@@ -178,24 +184,26 @@ __device__ __forceinline__ void load_tile(uint32 tile, int first, const char* so
     }
 }
 
-// A half of q and dout of the n-th visit; with the first, what all rows bring along.
+// A half of what this warp's kind brings of the n-th visit: q or, for weights, dout; with the first, numbers of rows.
 __device__ __forceinline__ void load_rows(const Args& args, uint32 shared, int n, int half) {
     const Visit visit = listed(shared, n).visit;
     const Work work = load_work(shared);
     const int row = visit.tile * TILE_Q, first = half * HALF_ROWS;
     auto load = [&](int start, const char* source, const Strides& strides, int columns) {
-        load_tile<HALF_ROWS>(shared + start, first, source + visit.head * strides.head + row * strides.row, strides.row,
-                             columns, args.queries - row);
+        load_tile<HALF_ROWS, THREADS / 2>(shared + start, first, source + visit.head * strides.head + row * strides.row,
+                                          strides.row, columns, args.queries - row);
     };
-    load(QUERY_START, work.q, args.q_strides, args.head_dim);
-    load(DOUT_START, work.dout, args.dout_strides, args.value_dim);
+    if (has_slopes()) {
+        load(QUERY_START, work.q, args.q_strides, args.head_dim);
+    } else {
+        load(DOUT_START, work.dout, args.dout_strides, args.value_dim);
+    }
     constexpr int CHUNKS = TILE_Q * sizeof(double) / 16;
-    const int thread = fresh_thread_index();
-    if (half == 0 && thread < 2 * CHUNKS) {
-        const char* from = thread < CHUNKS ? args.row_lse : args.row_delta;
-        cp_async_16(shared + LSE_START + thread * 16,
-                    from + static_cast<int64>(tile_of(args, shared, visit)) * (TILE_Q * sizeof(double)) +
-                        thread % CHUNKS * 16,
+    const int thread = fresh_thread_index() % (THREADS / 2);
+    if (half == 0 && thread < CHUNKS) {
+        const char* const numbers = has_slopes() ? args.row_delta : args.row_lse;
+        cp_async_16(shared + (has_slopes() ? DELTA_START : LSE_START) + thread * 16,
+                    numbers + static_cast<int64>(tile_of(args, shared, visit)) * (TILE_Q * sizeof(double)) + thread * 16,
                     true);
     }
 }
@@ -286,10 +294,12 @@ __device__ __forceinline__ void add_product(Sums& sums, uint32 fragments, uint32
     }
 }
 
-// The warp's part of ds k: 16 rows of dq, of every DQ_MATES-th 8 columns; `from` has k where it is not shared.
-__device__ __forceinline__ void multiply_slopes(double (&dq)[DQ_OCTETS][4], uint32 shared, const GlobalRows& from) {
+// The part of ds k that a warp has in a round: 16 rows of dq, of every DQ_MATES-th 8 columns from octet `first` on;
+// `from` has k where it is not shared.
+__device__ __forceinline__ void multiply_slopes(double (&dq)[DQ_ROUND][4], uint32 shared, const GlobalRows& from,
+                                                int first) {
     const int g = lane_index() / 4, t = lane_index() % 4;
-    const int block = warp_index() / DQ_MATES, dq_mate = warp_index() % DQ_MATES;
+    const int block = dq_block(), dq_mate = warp_index() % DQ_MATES;
     // Row g is a lane's first column in the fragment of octet g / 4, row g + 8 the second. Terms t are keys t / 2 and
     // t / 2 + 8, the next four those two beyond, and so on.
     const uint32 lane_a = shared + SLOPE_START + (2 * block + g / 4) * sizeof(Fragment) +
@@ -308,16 +318,18 @@ __device__ __forceinline__ void multiply_slopes(double (&dq)[DQ_OCTETS][4], uint
             }
         }
 #pragma unroll
-        for (int octet = 0; octet < DQ_OCTETS; ++octet) {
+        for (int n_octet = 0; n_octet < DQ_ROUND; ++n_octet) {
+            const int octet = first + n_octet;
             double right[4];
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
                 const int row = 16 * step + 2 * n;
-                const uint32 place = (lane_b ^ n % 2 * 64) + row * PITCH + octet * (64 * DQ_MATES);
+                const uint32 flipped = lane_b ^ n % 2 * 64 ^ (DQ_MATES == 1 ? octet % 2 * 64 : 0);
+                const uint32 place = flipped + row * PITCH + octet * (64 * DQ_MATES) / 128 * 128;
                 right[n] = KEYS_SHARED ? load_shared<double>(place)
                                        : from.number(row + key, (octet * DQ_MATES + dq_mate) * 8 + g);
             }
-            multiply_add<16>(dq[octet], left, right);
+            multiply_add<16>(dq[n_octet], left, right);
         }
     }
 }
@@ -387,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     cuflash_backward_f64(const __grid_constant__ Args args) {
     const uint32 shared = shared_memory();
     const Mask mask(args.keys, args.first_shift, args.end_shift);
-    auto first_thread = [] { return fresh_thread_index() == 0; };
+    auto first_thread = [] { return fresh_thread_index() == THREADS / 2; };  // of those who have slopes
     auto draw = [&] {
         if (first_thread()) store_shared(shared + NEXT_START, atomic_add(args.turns + TICKET, 1));
     };
@@ -436,33 +448,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 const Work work = load_work(shared);
                 if constexpr (KEYS_SHARED) {
                     const int keys = args.keys - key;
-                    load_tile<TILE_K>(shared + KEY_START, 0, work.k, args.k_strides.row, args.head_dim, keys);
-                    load_tile<TILE_K>(shared + VALUE_START, 0, work.v, args.v_strides.row, args.value_dim, keys);
+                    load_tile<TILE_K, THREADS>(shared + KEY_START, 0, work.k, args.k_strides.row, args.head_dim, keys);
+                    load_tile<TILE_K, THREADS>(shared + VALUE_START, 0, work.v, args.v_strides.row, args.value_dim, keys);
                 }
 #pragma unroll
                 for (int half = 0; half < HALVES; ++half) load_rows(args, shared, 0, half);
             }
             cp_async_commit_group();
+            cp_async_wait_group<0>();
+            sync_threads();  // the tiles are here for all warps
         }
 
         Sums sums = {};  // of dv or dk
-        for (int n = 0;; ++n) {
-            cp_async_wait_group<0>();
-            sync_threads();  // the tiles are here for all warps, and all have left what is filled next
-            if (n >= load_work(shared).visits) break;
-            if (n % WARP == WARP / 2 && warp_index() == WARPS - 1) {
-                list_visits(args, mask, locate_item(args, mask, load_work(shared).index), shared, n + WARP / 2);
+        auto seen = [&](int n) {
+            return Seen(args, mask, load_work(shared).key + key_warp() * KEY_ROWS,
+                        listed(shared, n).visit.tile * TILE_Q + warp_query());
+        };
+        auto is_last = [&](int n) { return n + 1 == load_work(shared).visits; };
+        auto add_products = [&](int n, int fragment_start, int tile_start, int among) {
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) {
+                add_product(sums, fragments(fragment_start), shared + tile_start, half * HALF_ROWS);
+                if (half == 0 && !has_slopes()) bar_sync(DOUTS_READ, THREADS);
+                bar_sync(among, THREADS / 2);  // all have left these rows
+                if (!is_last(n)) load_rows(args, shared, n + 1, half);
+                cp_async_commit_group();
             }
-            auto seen = [&] {
-                return Seen(args, mask, load_work(shared).key + key_warp() * KEY_ROWS,
-                            listed(shared, n).visit.tile * TILE_Q + warp_query());
-            };
-
-            Scores scores = {};
-            if (!has_slopes()) {
+        };
+        const int visits = load_work(shared).visits;
+        if (!has_slopes()) {
+            for (int n = 0; n < visits; ++n) {
+                if (n > 0) bar_sync(QUERIES_THERE, THREADS);
+                Scores scores = {};
                 const GlobalRows from = global_keys(args, shared, key_warp() * KEY_ROWS);
                 multiply_transposed(scores, key_rows(KEY_START), from, query_rows(QUERY_START));
-                if (n > 0) release(n - 1);  // whose sums have long arrived
                 for_each([&](int block, int octet, int e) {
                     const double lse = number_of(numbers(LSE_START), octet, e);
 #pragma unroll
@@ -472,7 +491,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     }
                 });
                 if (!listed(shared, n).plain) {  // hidden: p = 0; and no p above 1, of a coarse lse, but NaN stays NaN
-                    const Seen is_seen = seen();
+                    const Seen is_seen = seen(n);
                     for_each([&](int block, int octet, int e) {
 #pragma unroll
                         for (int half = 0; half < 2; ++half) {
@@ -488,9 +507,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 });
                 bar_arrive(WEIGHTS_THERE, THREADS);
                 bar_sync(AMONG_WEIGHTS, THREADS / 2);
-            } else {
+                add_products(n, WEIGHT_START, DOUT_START, AMONG_WEIGHTS);
+                cp_async_wait_group<0>();
+                if (!is_last(n)) bar_arrive(DOUTS_THERE, THREADS);
+            }
+        } else {
+            for (int n = 0; n < visits; ++n) {
+                if (n % WARP == WARP / 2 && warp_index() == WARPS - 1) {
+                    list_visits(args, mask, locate_item(args, mask, load_work(shared).index), shared, n + WARP / 2);
+                }
+                if (n > 0) bar_sync(DOUTS_THERE, THREADS);
+                Scores scores = {};
                 const GlobalRows from = global_values(args, shared, key_warp() * KEY_ROWS);
                 multiply_transposed(scores, key_rows(VALUE_START), from, query_rows(DOUT_START));
+                bar_arrive(DOUTS_READ, THREADS);
                 bar_sync(WEIGHTS_THERE, THREADS);
                 for_each([&](int block, int octet, int e) {
                     const Pair p = load_shared<Pair>(own(WEIGHT_START, block, octet, e));
@@ -500,7 +530,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     x[2 + e] = p.high * (x[2 + e] - delta);
                 });
                 if (!listed(shared, n).plain) {  // hidden: ds = 0, whatever the product
-                    const Seen is_seen = seen();
+                    const Seen is_seen = seen(n);
                     for_each([&](int block, int octet, int e) {
 #pragma unroll
                         for (int half = 0; half < 2; ++half) {
@@ -514,45 +544,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     store_shared(own(SLOPE_START, block, octet, e), Pair{x[e], x[2 + e]});
                 });
                 bar_sync(AMONG_SLOPES, THREADS / 2);
-            }
+                if (n > 0) release(n - 1);  // whose sums have long arrived
+                add_products(n, SLOPE_START, QUERY_START, AMONG_SLOPES);
 
+                auto turns_had = [&] { return load_relaxed(turn_counter(args, shared, n)); };
+                int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
 #pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
-                add_product(sums, fragments(has_slopes() ? SLOPE_START : WEIGHT_START),
-                            shared + (has_slopes() ? QUERY_START : DOUT_START), half * HALF_ROWS);
-                sync_threads();  // all have left these rows
-                if (n + 1 < load_work(shared).visits) load_rows(args, shared, n + 1, half);
-                cp_async_commit_group();
-            }
-
-            auto turns_had = [&] { return load_relaxed(turn_counter(args, shared, n)); };
-            int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
-            double dq[DQ_OCTETS][4] = {};
-            multiply_slopes(dq, shared, global_keys(args, shared));
-            // Nothing is read that another block has written, so that nothing is to be acquired: memory adds, and has
-            // added what came before a counter that it shows.
-            while (ORDERED && turns < listed(shared, n).turn) turns = turns_had();
-            if (n + 1 == load_work(shared).visits) draw();  // not before: a block that waits holds no item but its own
-            const int64 tile = tile_of(args, shared, listed(shared, n).visit);
-            char* const to = args.dq_sum + tile * (TILE_Q * PITCH) + lane_index() * SUM_LANE +
-                             (warp_index() / DQ_MATES * (HEAD_DIM / 8) + warp_index() % DQ_MATES) * SUM_BYTES;
-            auto send = [&](auto put) {
+                for (int first = 0; first < DQ_OCTETS; first += DQ_ROUND) {
+                    double dq[DQ_ROUND][4] = {};
+                    multiply_slopes(dq, shared, global_keys(args, shared, 0), first);
+                    if (first == 0) {
+                        cp_async_wait_group<0>();
+                        if (!is_last(n)) bar_arrive(QUERIES_THERE, THREADS);
+                        // Nothing is read that another block has written, so that nothing is to be acquired: memory
+                        // adds, and has added what came before a counter that it shows.
+                        while (ORDERED && turns < listed(shared, n).turn) turns = turns_had();
+                        if (is_last(n)) draw();  // not before: a block that waits holds no item but its own
+                    }
+                    const int64 tile = tile_of(args, shared, listed(shared, n).visit);
+                    char* const to = args.dq_sum + tile * (TILE_Q * PITCH) + lane_index() * SUM_LANE +
+                                     (dq_block() * (HEAD_DIM / 8) + first * DQ_MATES + warp_index() % DQ_MATES) * SUM_BYTES;
+                    auto send = [&](auto put) {
 #pragma unroll
-                for (int octet = 0; octet < DQ_OCTETS; ++octet) {
+                        for (int octet = 0; octet < DQ_ROUND; ++octet) {
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) put(to + octet * DQ_MATES * SUM_BYTES + e * SUM_NEXT, dq[octet][e]);
+                            for (int e = 0; e < 4; ++e) put(to + octet * DQ_MATES * SUM_BYTES + e * SUM_NEXT, dq[octet][e]);
+                        }
+                    };
+                    if (ORDERED && listed(shared, n).turn == 0) {
+                        send([](char* place, double x) { store_global(place, x); });
+                    } else {
+                        send([](char* place, double x) { add_global(place, x); });
+                    }
                 }
-            };
-            if (ORDERED && listed(shared, n).turn == 0) {
-                send([](char* place, double x) { store_global(place, x); });
-            } else {
-                send([](char* place, double x) { add_global(place, x); });
+            }
+            if (visits > 0) {
+                bar_sync(AMONG_SLOPES, THREADS / 2);
+                release(visits - 1);
             }
         }
 
         const Work work = load_work(shared);
         if (work.visits == 0) draw();
-        if (work.visits > 0) release(work.visits - 1);
         const Item item = locate_item(args, mask, work.index);  // again, rather than in registers all along
         const int64 head = item.batch * (args.heads / args.group) + item.key_head;
         auto store_sums = [&](double factor, char* base, const Strides& strides, int dim) {
