@@ -10,10 +10,11 @@
 //   slopes:   dp^T = v dout^T    ds^T = p^T (dp^T - row_delta)             dk += ds^T q
 //
 // Two warps of a kind share KEY_ROWS keys: each has half of the queries while it multiplies first, and half of the
-// columns of dk or dv, which stay in registers from the first visit to the last, while it multiplies again. The kinds
-// wait for each other where slopes need p^T, so that what lies between two products of one runs beside those of the
-// other. Then all warps compute dq of the visit, a part each, and add it to dq_sum when the block's turn has come. The
-// next q and dout arrive meanwhile, a half of them as soon as the rows of that half have met p^T and ds^T.
+// columns of dk or dv, which stay in registers from the first visit to the last, while it multiplies again. Those who
+// have slopes then compute dq of the visit and add it to dq_sum when the block's turn has come, while the others are at
+// the next visit. The kinds wait for each other only for what the other has made, brought or left, so that what lies
+// between two products of one runs beside those of the other. Each brings the rows that it is the last to read, weights
+// dout and slopes q, a half of a tile as soon as it has met p^T or ds^T.
 //
 // Where things lie. An instruction sums its terms in whatever order its operands hold them, if only both agree, and
 // nobody minds which column of s^T is which query. With g = lane / 4 and t = lane % 4, of every 16 queries
@@ -29,8 +30,7 @@
 // each serves two products of s and dp, which so read 6; of dq an A operand serves four and a B operand one, 6 again;
 // of dv and dk they serve eight and two, 3. That is 24 of 40 for the five, and copies of q and dout, p and ds take
 // 3.5. A visit of 64 keys and 32 queries takes 640 products, 10,240 clocks of each scheduler. Its exponentials and
-// what belongs to them, some 20 instructions of float64 a pair at 64 a clock, take 640, mostly beside products; and
-// the 64 KB of the next rows have 6,000 to arrive in.
+// what belongs to them, some 20 instructions of float64 a pair at 64 a clock, take 640, beside products of the others.
 #include "backward_args.cuh"
 #include "float64.cuh"
 #include "mask.cuh"
@@ -51,7 +51,7 @@ constexpr int HALVES = TILE_Q == 16 ? 1 : 2;   // of q and dout, copied by thems
 constexpr int HALF_ROWS = TILE_Q / HALVES;
 constexpr int DQ_MATES = WARPS / 2 / (TILE_Q / 16);  // warps that share 16 rows of dq: each has 8 columns in turn
 constexpr int DQ_OCTETS = HEAD_DIM / 8 / DQ_MATES;
-constexpr int DQ_ROUND = DQ_OCTETS < 4 ? DQ_OCTETS : 4;  // that registers hold at once
+constexpr int DQ_ROUND = DQ_OCTETS % 4 == 0 ? 4 : DQ_OCTETS % 3 == 0 ? 3 : 1;  // that registers hold at once
 
 static_assert(HEAD_DIM == VALUE_DIM, "VALUE_DIM: that of k, so that both kinds of warps do the same");
 static_assert(HEAD_DIM % 32 == 0, "HEAD_DIM: a multiple of 32");

@@ -849,17 +849,32 @@ MUTATIONS = (
     ),
     # Gradients in float64
     in_gradients64(
-        "barrier_before_a_visit_removed",
-        "sync_threads();  // the tiles are here for all warps, and all have left what is filled next", "", LONG64,
+        "first_rows_not_awaited", "cp_async_wait_group<0>();\n            sync_threads();", "sync_threads();", LONG64,
     ),
-    in_gradients64(
-        "visit_waits_one_group_short", "cp_async_wait_group<0>();\n            sync_threads();  // the tiles are",
-        "cp_async_wait_group<1>();\n            sync_threads();  // the tiles are", LONG64,
+    *(
+        in_gradients64(
+            f"{name}_shown_before_they_are_there",
+            f"cp_async_wait_group<0>();\n{indent}if (!is_last(n)) bar_arrive({barrier}, THREADS);",
+            f"if (!is_last(n)) bar_arrive({barrier}, THREADS);\n{indent}cp_async_wait_group<0>();", LONG64,
+        )
+        for name, barrier, indent in (("queries", "QUERIES_THERE", 24 * " "), ("douts", "DOUTS_THERE", 16 * " "))
     ),
-    in_gradients64("rows_filled_while_they_are_read", "sync_threads();  // all have left these rows", "", LONG64),
-    in_gradients64("weights_of_the_other_kind_not_awaited", "bar_sync(WEIGHTS_THERE, THREADS);", "", LONG64),
+    in_gradients64("rows_filled_while_they_are_read", "bar_sync(among, THREADS / 2);", "", LONG64),
+    *(
+        in_gradients64(
+            f"{name}_not_awaited", f"bar_sync({barrier}, THREADS);", f"bar_arrive({barrier}, THREADS);", LONG64,
+        )
+        for name, barrier in (
+            ("queries", "QUERIES_THERE"), ("douts", "DOUTS_THERE"), ("weights", "WEIGHTS_THERE"),
+            ("readers_of_douts", "DOUTS_READ"),
+        )
+    ),
     in_gradients64("weights_of_the_mate_not_awaited", "bar_sync(AMONG_WEIGHTS, THREADS / 2);", "", LONG64),
-    in_gradients64("slopes_of_the_mate_not_awaited", "bar_sync(AMONG_SLOPES, THREADS / 2);", "", LONG64),
+    in_gradients64(
+        "slopes_of_the_mate_not_awaited", "bar_sync(AMONG_SLOPES, THREADS / 2);\n                if (n > 0)",
+        "if (n > 0)", LONG64,
+    ),
+    in_gradients64("turn_handed_on_too_early", "release(n - 1);", "release(n);", LONG64, blocks=4),
     in_gradients64("first_sums_added", "listed(shared, n).turn == 0", "listed(shared, n).turn == 1", LONG64),
     in_gradients64(
         "turn_not_awaited", "while (ORDERED && turns < listed(shared, n).turn) turns = turns_had();", "", LONG64,
