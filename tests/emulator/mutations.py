@@ -819,6 +819,15 @@ MUTATIONS = (
         "offset_in_32_bits", "base + r * strides.row", "base + static_cast<int>(r * strides.row)",
         replace(SPLIT, heads=1, key_heads=1), check=check_far_rows,
     ),
+    # float32 and float64: rows again
+    in_float32(
+        "weights_of_all_lanes_summed", "if (!WIDE || j % WARP == lane) row.sum", "row.sum", FLOAT32,
+        check=testing.check_hidden_keys_may_hold_anything, file="careful.cuh",
+    ),
+    in_float64(
+        "keys_of_short_sums_left_out", "start += ADDED)", "start += ADDED + 1)", replace(FLOAT64, seed=120),
+        check=testing.check_hidden_keys_may_hold_anything, file="careful.cuh",
+    ),
     # float64
     in_float64(
         "barrier_before_keys_removed",
