@@ -125,6 +125,30 @@ def test_a_variant_that_cannot_be_is_refused_with_a_sentence(nvrtc, variant, cha
         _compile.check(replace(variant, **changes), 90)
 
 
+@pytest.mark.parametrize(
+    "make, changes, sentence",
+    [
+        (_plan.hopper_float32_variant, {"shared_bytes": 16}, "SHARED_BYTES: what the tiles and barriers take"),
+        (_plan.hopper_float32_variant, {"warps": 8}, "WARPS: a producer, and a consumer every 64 rows"),
+        (_plan.hopper_float32_variant, {"tile_q": 192, "warps": 16}, "CONSUMERS: as the registers are dealt out"),
+        (_plan.hopper_float32_variant, {"tile_k": 40}, "TILE_K: whole steps of a product"),
+        (_plan.parts_variant, {"tile_k": 32}, "nothing is shared, and all rows are alike"),
+    ],
+)
+def test_so_is_one_of_float32_on_hopper(nvrtc, make, changes, sentence):
+    with pytest.raises(CompileError, match=re.escape(sentence)):
+        _compile.check(replace(make(64, 3), **changes), 90)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_float32_on_hopper_multiplies_bfloat16(parts):
+    """Keys of a tile at once, and columns of values: those of a panel, or all where there is one sum."""
+    variant = _plan.hopper_float32_variant(128, parts)
+    sizes = {int(n) for n in re.findall(r"m64n(\d+)k16\.f32\.bf16", variant.products())}
+    assert sizes == {variant.tile_k, 64 if parts == 3 else 128} and "f16.f16" not in variant.products()
+    assert f"constexpr int PARTS = {parts};" in variant.preamble() and variant.name.endswith(f"_p{parts}")
+
+
 def test_arguments_that_lie_elsewhere_are_refused(nvrtc, variant, monkeypatch):
     fields = [(name, variant.args.fields[name][0]) for name in variant.args.names]
     keys = next(n for n, field in enumerate(fields) if field[0] == "keys")

@@ -24,6 +24,7 @@ WIDE = {  # head_dim and value_dim: kernels with one stage, and with two sizes t
     "float64": (150, 192),
 }
 FLOAT64 = ((3, 1), (5, 8), (256, 256), (40, 100), (200, 40), (8, 60))  # of all kinds of its tile table
+SPLIT = ((64, 64), (3, 40), (128, 100), (72, 128))  # of both kernels of float32 on sm90, one panel of values and two
 GRADIENTS = ((40, 100), (128, 128), (192, 130), (256, 256))  # the same of backward's kernels with other tiles
 FLOAT64_GRADIENTS = ((33, 40), (70, 96), (100, 128), (192, 150), (256, 131))  # likewise
 DECODE = ((128, 128), (96, 96), (192, 180), (256, 256), (64, 256), (40, 100))
@@ -34,6 +35,8 @@ CASES = [  # check, dtype, dims, engine, examples, perhaps capability: more than
     *(("check_bound", "float64", dims, "portable", 4, *more) for dims in FLOAT64 for more in ((), (AMPERE,))),
     *(("check_bound", dtype, dims, "portable", 6) for dtype, dims in WIDE.items()),
     *((check.__name__, dtype, None, "sm90", 15) for check in testing.forward_checks for dtype in DTYPES[:2]),
+    *((check.__name__, dtype, None, "sm90", 15) for check in testing.forward_checks for dtype in ("float32", "tf32")),
+    *(("check_bound", dtype, dims, "sm90", 4) for dtype in ("float32", "tf32") for dims in SPLIT),
     *((check.__name__, dtype, None, "portable", 50) for check in testing.decode_checks for dtype in DTYPES[:2]),
     *((check.__name__, kind, None, "portable", 50) for check in testing.decode_checks for kind in FORMATS),
     *(("check_decode_bound", DTYPES[n % 2], dims, "portable", 4) for n, dims in enumerate(DECODE)),

@@ -1,5 +1,7 @@
 """forward on every engine: the checks of `cuflash.testing` on drawn problems, and the edges written out."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from drawn import DTYPES, changed, draw
@@ -23,14 +25,25 @@ def close(q, k, v, **keywords):
     return reference.double(out), reference.double(lse)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("check", testing.forward_checks, ids=lambda check: check.__name__)
-def test_property(engine, check, dtype):
-    size = {
+def size_of(engine):
+    """How many problems to draw, and how large."""
+    return {
         "numpy": {"examples": 25, "max_length": 130, "max_head_dim": 130},
         "emulated": {"examples": 5, "max_length": 130, "max_head_dim": 64},  # test_emulated.py draws more
     }.get(engine.name, {"examples": 60})
-    testing.fuzz(check, cuflash.forward, xp=engine.xp, dtypes=[dtype], **size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("check", testing.forward_checks, ids=lambda check: check.__name__)
+def test_property(engine, check, dtype):
+    testing.fuzz(check, cuflash.forward, xp=engine.xp, dtypes=[dtype], **size_of(engine))
+
+
+@pytest.mark.parametrize("check", testing.forward_checks, ids=lambda check: check.__name__)
+def test_property_where_tf32_will_do(engine, check):
+    forward = partial(cuflash.forward, precision="tf32")
+    path = "numpy tf32" if engine.name == "numpy" else "sm90 tf32"  # of two parts at least
+    testing.fuzz(check, forward, xp=engine.xp, path=path, dtypes=["float32"], **size_of(engine))
 
 
 # Sizes ----------------------------------------------------------------------------------------------------------
@@ -130,10 +143,34 @@ def test_engine_by_name(engine):
             cuflash.forward(*arrays, engine=wrong)
 
 
-def test_each_product_of_parts_of_float32_counts(engine):
+@pytest.mark.parametrize("value_dim", [8, 40, 100])
+def test_each_product_of_parts_of_float32_counts(engine, value_dim):
     """Numbers of three parts as large as can be: none of the products that make one may be left out."""
-    recipe = testing.Recipe(heads=1, queries=8, keys=8, head_dim=8, value_dim=8)
+    recipe = testing.Recipe(heads=1, queries=8, keys=8, head_dim=8, value_dim=value_dim)
     mutations.check_split_products(cuflash.forward, recipe, engine.xp)
+
+
+@pytest.mark.parametrize("dim", [8, 64, 100, 200])
+def test_tf32_is_far_truer_than_its_name(engine, dim):
+    """Than exact arithmetic with numbers rounded to the 10 bits that TF32 has."""
+    arrays = draw(engine, (2, 90, dim), (2, 150, dim), (2, 150, dim))
+    hosts = [reference.host(x) for x in arrays]
+    exact, rounded = (reference.forward(*xs, causal=True)[0] for xs in (hosts, map(to_tf32, hosts)))
+    out = reference.double(cuflash.forward(*arrays, causal=True, precision="tf32"))
+    assert abs(out - exact).max() < abs(rounded - exact).max() / 16
+    if dim == 8 or engine.name == "numpy":  # where three parts are as fast, or there are none, they are what it has
+        assert same(cuflash.forward(*arrays, causal=True), cuflash.forward(*arrays, causal=True, precision="tf32"))
+
+
+def to_tf32(x):
+    """Rounded to the nearest with 10 bits behind the point."""
+    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def test_precision_is_for_float32_alone(engine):
+    for dtype in ("float16", "float64"):
+        with pytest.raises(ValueError, match=f"the arrays are of {dtype}; wanted float32"):
+            cuflash.forward(*draw(engine, (4, 8), (4, 8), (4, 8), dtype=dtype), precision="tf32")
 
 
 def test_the_largest_float32_does_not_show_where_it_is_hidden(engine):

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,10 +19,10 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 CYCLES = 200_000_000  # 100 ms at 2 GHz
 SIXTEEN_BIT = ("float16", "bfloat16")
-# Contiguous rows of 16 bytes; copies of operands; the kernel without tensor cores.
+# Contiguous rows of 16 bytes; copies of operands; float32, on Hopper with buffers for its parts, and elsewhere.
 KINDS = (
     ("float16", 64, "contiguous"), ("bfloat16", 33, "strided"), ("float32", 64, "contiguous"),
-    ("float64", 40, "contiguous"),
+    ("float32", 33, "strided"), ("float32", 192, "contiguous"), ("float64", 40, "contiguous"),
 )  # fmt: skip
 
 
@@ -580,7 +581,7 @@ def test_prepared_decode_takes_other_arrays(kind):
 # Head dims and what is not finite ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+@pytest.mark.parametrize("dtype", [*SIXTEEN_BIT, "float32", "float64"])
 @pytest.mark.parametrize("head_dim", [1, 3, 8, 33, 40, 64, 80, 96, 100, 128, 160, 192, 250, 256])
 def test_head_dims(head_dim, dtype):
     for changes in ({}, {"causal": False}, {"window": (70, 20)}, {"value_dim": 72}, {"layout": "offset"}):
@@ -599,6 +600,19 @@ def test_careful_path(head_dim, dtype, seed):
         sizes = {"batch": (), "heads": 2, "key_heads": 1, "keys": 200}
         problem = recipe(dtype, head_dim, seed=seed, planted=True, **sizes, **mask)
         testing.check_hidden_keys_may_hold_anything(cuflash.forward, problem, cupy)
+
+
+@pytest.mark.parametrize("head_dim", [33, 64, 100, 128])
+def test_tf32(head_dim):
+    """Bounds of two parts on Hopper, of three elsewhere, and what hidden keys hold."""
+    forward = partial(cuflash.forward, precision="tf32")
+    for mask in ({}, {"causal": "top-left"}, {"causal": False, "window": (30, 30)}, {"layout": "offset"}):
+        layout = mask.get("layout", "contiguous")
+        rest = {name: value for name, value in mask.items() if name != "layout"}
+        problem = recipe("float32", head_dim, layout, batch=(), heads=2, key_heads=1, seed=100, planted=True, **rest)
+        engine = cuflash.explain("forward", *problem.arrays(cupy), precision="tf32").engine
+        for check in (testing.check_bound, testing.check_hidden_keys_may_hold_anything):
+            check(forward, problem, cupy, f"{engine} tf32")
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT)

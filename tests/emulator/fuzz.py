@@ -2,13 +2,14 @@
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cuflash import testing
+from cuflash import _plan, testing
 from cuflash._dtypes import FORMATS
 
 from . import Emulator
@@ -22,9 +23,10 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, capability=(9,
     check : str
         Name of one of `cuflash.testing.forward_checks`, `gradient_checks` or `decode_checks`.
     dtype : str
-        Of the problems; or the format of 8-bit caches, whose queries are of either 16-bit dtype.
+        Of the problems; or "tf32", which is float32 with that precision; or the format of 8-bit caches, whose queries
+        are of either 16-bit dtype.
     dims : (head_dim, value_dim), optional
-        By default they are drawn.
+        By default they are drawn; for float32 on sm90, which leaves few columns to the portable engine, from more.
     engine : str
         "portable" or "sm90".
     examples : int
@@ -46,9 +48,12 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, capability=(9,
         kinds = {"dtypes": ["float16", "bfloat16"], "formats": [dtype]} if dtype in FORMATS else {"dtypes": [dtype]}
         recipes = testing.caches(**({"formats": [None]} | kinds | strategy))
     else:
-        recipes = testing.problems(dtypes=[dtype], **strategy)
+        recipes = testing.problems(dtypes=["float32" if dtype == "tf32" else dtype], **strategy)
     if dims is not None:
         recipes = recipes.map(lambda recipe: replace(recipe, head_dim=dims[0], value_dim=dims[1]))
+    elif engine == "sm90" and dtype in ("float32", "tf32"):
+        more = _plan.FEWEST_FLOAT32_COLUMNS - 1
+        recipes = recipes.map(lambda recipe: replace(recipe, head_dim=recipe.head_dim + more))
 
     @settings(
         max_examples=examples, deadline=None, database=None, derandomize=derandomize, print_blob=True,
@@ -60,7 +65,8 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, capability=(9,
         emulator.limits = replace(emulator.limits, capability=capability)
         more = {"gradients": emulator.backward} if check in testing.gradient_checks else {}
         function = emulator.decode if check in testing.decode_checks else emulator.forward
-        check(function, recipe, np, f"{engine} {recipe.dtype}", **more)
+        function = partial(function, precision=dtype) if dtype == "tf32" else function
+        check(function, recipe, np, f"{engine} {dtype if dtype == 'tf32' else recipe.dtype}", **more)
 
     holds()
 

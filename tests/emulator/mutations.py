@@ -51,11 +51,12 @@ def check_gradient_of_lse(attention, recipe, xp=np, path=None, gradients=None):
 def check_split_products(attention, recipe, xp=np, path=None):
     """Numbers whose three parts are as large as can be, and of one sign: each of the six products shows."""
     number = np.float32(1 + 2**-8 - 2**-16 + 0.9 * 2**-17)
-    shape = (1, recipe.keys, recipe.head_dim)
-    alike, ones = np.full(shape, number), np.ones(shape, np.float32)
+    shape, values = (1, recipe.keys, recipe.head_dim), (1, recipe.keys, recipe.value_dim)
+    alike, ones = (partial(np.full, fill_value=each) for each in (number, np.float32(1)))
     lower = np.zeros(shape, np.float32)
     lower[:, 1:, 0] = np.log(np.float64(number) / 2)  # all weights but the first are half that number
-    for q, k, v, scale in ((alike, alike, ones, 12.0), (ones, lower, alike, 1.0)):
+    both = (alike(shape), alike(shape), ones(values), 12.0), (ones(shape), lower, alike(values), 1.0)
+    for q, k, v, scale in both:
         q, k, v = (xp.asarray(x) for x in (q, k, v))
         result = attention(q, k, v, scale=scale, return_lse=True)
         testing.assert_attention_close(result, q, k, v, path=path, scale=scale)
@@ -107,6 +108,8 @@ class Mutation:
     blocks : int
         Multiprocessors of the emulated device. With 1, blocks that stay have all tiles to work on; mistakes in the
         order between blocks need more.
+    precision : str, optional
+        Of `cuflash.forward`.
     """
 
     name: str
@@ -117,6 +120,7 @@ class Mutation:
     check: object = testing.check_bound
     engine: str = "portable"
     blocks: int = 1
+    precision: str | None = None
 
     @property
     def backward(self):
@@ -149,8 +153,10 @@ class Mutation:
         if self.decode:
             q, k, v, _ = self.recipe.arrays()
             emulator.prepare_decode(q, k, v, self.recipe.kv_format)
+        elif self.backward:
+            emulator.prepare(*self.recipe.arrays(), backward=True, **self.recipe.keywords)
         else:
-            emulator.prepare(*self.recipe.arrays(), backward=self.backward, **self.recipe.keywords)
+            emulator.prepare(*self.recipe.arrays(), precision=self.precision, **self.recipe.keywords)
 
     def run(self, overlay, seed):
         """What the check says about the kernels of an overlay: None where all is well."""
@@ -158,7 +164,8 @@ class Mutation:
         more = {"gradients": emulator.backward} if self.backward else {}
         try:
             attention = emulator.decode if self.decode else emulator.forward
-            self.check(attention, self.recipe, np, f"{self.engine} {self.recipe.dtype}", **more)
+            attention = partial(attention, precision=self.precision) if self.precision else attention
+            self.check(attention, self.recipe, np, f"{self.engine} {self.precision or self.recipe.dtype}", **more)
         except (AssertionError, EmulatorError) as error:
             return f"{'bound' if isinstance(error, AssertionError) else 'emulator'}: {str(error).splitlines()[0]}"
         return None
@@ -176,6 +183,16 @@ class Mutation:
 def in_float32(name, old, new, recipe, file="forward_f32.cu", **more):
     """A mistake in forward of float32."""
     return Mutation(f"float32_{name}", file, old, new, recipe, **more)
+
+
+def in_float32_sm90(name, old, new, recipe, file="forward_f32_sm90.cu", **more):
+    """A mistake in the same on Hopper."""
+    return Mutation(f"float32_sm90_{name}", file, old, new, recipe, engine="sm90", **more)
+
+
+def in_parts(name, old, new, recipe, **more):
+    """A mistake in the step before it, which splits q, k and v."""
+    return in_float32_sm90(f"parts_{name}", old, new, recipe, file="forward_parts.cu", **more)
 
 
 def in_float64(name, old, new, recipe, file="forward_f64.cu", **more):
@@ -216,6 +233,12 @@ FAR = replace(CAUSAL, heads=1)
 FLOAT32 = replace(CAUSAL, dtype="float32", head_dim=24, value_dim=44)
 STEEP32 = replace(FLOAT32, scale=4.0)
 ALIKE = testing.Recipe(heads=1, queries=8, keys=8, head_dim=8, value_dim=8, dtype="float32")
+# The same on Hopper: packed rows, four tiles of keys, of which each consumer sees others; two panels; all six products.
+SPLIT = replace(CAUSAL, heads=4, key_heads=2, keys=300, dtype="float32", head_dim=44, value_dim=40)
+STEEP_SPLIT = replace(SPLIT, scale=4.0)
+TWO_PANELS = replace(SPLIT, heads=1, key_heads=1, head_dim=36, value_dim=128)
+SPLIT_WINDOW = replace(SPLIT, causal=False, window=(40, 3))
+SPLIT_ALIKE = replace(ALIKE, value_dim=40)
 FLOAT64 = replace(CAUSAL, dtype="float64", head_dim=24, value_dim=24)
 STEEP64 = replace(FLOAT64, scale=4.0)
 SHARED_ROWS = replace(FLOAT64, heads=1, queries=70, head_dim=128, value_dim=136)
@@ -590,17 +613,19 @@ MUTATIONS = (
     # float32: parts and their products
     *(
         in_float32(
-            f"product_{i}_{j}_left_out", f"multiply_parts<{i}, {j}>(sum, a, b, at, false);", "", ALIKE,
-            check=check_split_products, file="float32.cuh",
+            f"product_{i}_{j}_left_out", "if (first && i == 0 && total == PARTS - 1) {",
+            f"if (i == {i} && total == {i + j}) continue;\n            if (first && i == 0 && total == PARTS - 1) {{",
+            ALIKE, check=check_split_products, file="float32.cuh",
         )
         for i, j in ((2, 0), (1, 1), (0, 1), (1, 0))
     ),
     in_float32(  # in the place of the first product, one that is too small to show
-        "product_0_2_left_out", "multiply_parts<0, 2>", "multiply_parts<2, 2>", ALIKE, check=check_split_products,
-        file="float32.cuh",
+        "product_0_2_left_out", "first(BFloat16{}, sum, a[i], b[total - i][at], b[total - i][at + 1]);",
+        "first(BFloat16{}, sum, a[2], b[2][at], b[2][at + 1]);", ALIKE, check=check_split_products, file="float32.cuh",
     ),
     in_float32(
-        "largest_product_of_other_parts", "multiply_parts<0, 0>", "multiply_parts<0, 1>", FLOAT32, file="float32.cuh",
+        "largest_product_of_other_parts", "mma_m16n8k16(BFloat16{}, sum, a[0], b[0][at], b[0][at + 1]);",
+        "mma_m16n8k16(BFloat16{}, sum, a[0], b[1][at], b[1][at + 1]);", FLOAT32, file="float32.cuh",
     ),
     in_float32(
         "small_products_forgotten", "scores[n][e] += small[n][e];", "scores[n][e] += 0 * small[n][e];", ALIKE,
@@ -633,13 +658,21 @@ MUTATIONS = (
         "barrier_before_values_removed", "sync_threads();  // the values are here, and all have left the keys", "",
         FLOAT32,
     ),
-    in_float32("maximum_of_half_the_quad", "top = maximum(top, shuffle_xor(top, 2));", "", STEEP32),
-    in_float32("sum_of_half_the_quad", "row.finish<4>();", "row.finish<2>();", FLOAT32),
-    in_float32("rescale_left_out", "if (!any(moved)) return;", "return;", STEEP32),
-    in_float32("mask_one_key_too_far", "j >= first && j < end", "j >= first && j <= end", FLOAT32),
+    in_float32(
+        "maximum_of_half_the_quad", "top = maximum(top, shuffle_xor(top, 2));", "", STEEP32, file="float32_rows.cuh",
+    ),
+    in_float32(
+        "sum_of_half_the_quad", "row.finish<4>();", "row.finish<2>();", FLOAT32, file="float32_rows.cuh",
+    ),
+    in_float32(
+        "rescale_left_out", "if (!any(moved)) return;", "return;", STEEP32, file="float32_rows.cuh",
+    ),
+    in_float32(
+        "mask_one_key_too_far", "j >= first && j < end", "j >= first && j <= end", FLOAT32, file="float32_rows.cuh",
+    ),
     in_float32(
         "hidden_values_not_noticed", "ballot(inside && (", "ballot(false && (", FLOAT32,
-        check=testing.check_hidden_keys_may_hold_anything,
+        check=testing.check_hidden_keys_may_hold_anything, file="float32_rows.cuh",
     ),
     in_float32(
         "offset_in_32_bits", "facts.k + static_cast<int64>(t) * TILE_K * args.k_strides.row",
@@ -648,7 +681,153 @@ MUTATIONS = (
     ),
     in_float32(
         "rows_beyond_the_last_written", "if (!inside || d >= args.value_dim) continue;",
-        "if (d >= args.value_dim) continue;", FLOAT32,
+        "if (d >= args.value_dim) continue;", FLOAT32, file="float32_rows.cuh",
+    ),
+    # float32 on Hopper: barriers and what they guard
+    in_float32_sm90(
+        "keys_not_waited_for_to_be_free", "mbarrier_wait(barrier(shared, KEYS_EMPTY, n), turn.parity ^ 1);", "", SPLIT,
+    ),
+    in_float32_sm90(
+        "parity_of_free_values_of_the_other_round",
+        "mbarrier_wait(barrier(shared, VALUES_EMPTY, n), turn.parity ^ 1);",
+        "mbarrier_wait(barrier(shared, VALUES_EMPTY, n), turn.parity);", SPLIT,
+    ),
+    in_float32_sm90("parity_not_flipped", "            parity ^= 1;\n", "", SPLIT),
+    in_float32_sm90(
+        "keys_of_the_third_part_released_in_their_product", "wgmma_wait_group<2>();", "wgmma_wait_group<3>();", SPLIT,
+    ),
+    in_float32_sm90(
+        "keys_of_the_second_part_released_in_their_product", "wgmma_wait_group<1>();", "wgmma_wait_group<2>();", SPLIT,
+    ),
+    in_float32_sm90(
+        "keys_of_the_first_part_released_in_their_product",
+        "        wgmma_wait_group<0>();\n        pin(small);\n        pin(large);\n"
+        "        release(KEYS_EMPTY, turn.stage * PARTS);",
+        "        release(KEYS_EMPTY, turn.stage * PARTS);\n"
+        "        wgmma_wait_group<0>();\n        pin(small);\n        pin(large);", SPLIT,
+    ),
+    in_float32_sm90(
+        "values_released_in_their_product",
+        "            wgmma_wait_group<0>();\n            pin(small_out);\n            pin(large_out);\n"
+        "            release(VALUES_EMPTY, turn.stage * PANELS + panel);",
+        "            release(VALUES_EMPTY, turn.stage * PANELS + panel);\n"
+        "            wgmma_wait_group<0>();\n            pin(small_out);\n            pin(large_out);", SPLIT,
+    ),
+    in_float32_sm90(
+        "keys_of_the_other_consumer_not_released",
+        "                release(KEYS_EMPTY, turn.stage * PARTS + part);\n", "", SPLIT,
+    ),
+    in_float32_sm90(
+        "values_of_the_other_consumer_not_released",
+        "wait_values(panel);\n                release(VALUES_EMPTY, turn.stage * PANELS + panel);\n",
+        "wait_values(panel);\n", SPLIT_WINDOW,
+    ),
+    in_float32_sm90(
+        "keys_released_by_one_consumer_alone", "mbarrier_init(barrier(shared, KEYS_EMPTY, n), 4 * CONSUMERS);",
+        "mbarrier_init(barrier(shared, KEYS_EMPTY, n), 4);", SPLIT,
+    ),
+    in_float32_sm90(
+        "one_part_of_q_waited_for", "mbarrier_init(barrier(shared, QUERIES_FULL, n), PARTS);",
+        "mbarrier_init(barrier(shared, QUERIES_FULL, n), 1);", SPLIT,
+    ),
+    in_float32_sm90(
+        "one_part_of_values_waited_for", "mbarrier_init(barrier(shared, VALUES_FULL, n), PARTS);",
+        "mbarrier_init(barrier(shared, VALUES_FULL, n), 1);", SPLIT,
+    ),
+    in_float32_sm90(
+        "queries_not_waited_for",
+        "if (span.first < span.end) mbarrier_wait(barrier(shared, QUERIES_FULL, consumer), 0);", "", SPLIT,
+    ),
+    in_float32_sm90("barriers_not_shown_to_copies", "        fence_mbarrier_init();\n", "", SPLIT),
+    in_float32_sm90(
+        "fence_before_scores_left_out", "        wgmma_fence();\n#pragma unroll\n        for (int j",
+        "#pragma unroll\n        for (int j", SPLIT,
+    ),
+    # float32 on Hopper: which parts, which rows, which keys
+    in_float32_sm90(
+        "products_of_second_parts_of_q_left_out",
+        "for (int i = PARTS - 1 - j; i > 0; --i) multiply_keys",
+        "for (int i = PARTS - 1 - j; i > 1; --i) multiply_keys", SPLIT_ALIKE, check=check_split_products,
+    ),
+    in_float32_sm90(
+        "products_of_second_parts_of_weights_left_out",
+        "for (int i = PARTS - 1 - j; i > 0; --i) multiply_values",
+        "for (int i = PARTS - 1 - j; i > 1; --i) multiply_values", SPLIT_ALIKE, check=check_split_products,
+    ),
+    in_float32_sm90(
+        "small_products_forgotten", "ONE_SUM ? large[i] : large[i] + small[i];", "large[i];", SPLIT_ALIKE,
+        check=check_split_products,
+    ),
+    in_float32_sm90(
+        "small_products_with_values_forgotten", "ONE_SUM ? large_out[i] : large_out[i] + small_out[i];",
+        "large_out[i];", SPLIT_ALIKE, check=check_split_products,
+    ),
+    in_float32_sm90(
+        "first_part_of_q_alone", "(consumer * PARTS + i) * QueryTile::BYTES) / 16",
+        "(consumer * PARTS) * QueryTile::BYTES) / 16", SPLIT,
+    ),
+    in_float32_sm90(
+        "values_of_another_part", "* PANELS + panel) * PARTS + j;", "* PANELS + panel) * PARTS + PARTS - 1 - j;", SPLIT,
+    ),
+    in_float32_sm90("panel_of_other_columns", "{PANEL * panel, tile * TILE_K,", "{0, tile * TILE_K,", TWO_PANELS),
+    in_float32_sm90("panel_to_other_columns", "out[PANEL / 8 * panel + i / 4]", "out[i / 4]", TWO_PANELS),
+    in_float32_sm90(
+        "rows_of_the_other_consumer", "place.tile * TILE_Q + consumer * ROWS, query_head",
+        "place.tile * TILE_Q, query_head", SPLIT,
+    ),
+    in_float32_sm90("head_of_packed_rows", "place.head / args.pack;\n", "place.head;\n", SPLIT),
+    in_float32_sm90("key_head_of_another_group", "place.head / args.group;\n    Turn", "place.head;\n    Turn", SPLIT),
+    in_float32_sm90(
+        "last_tile_left_out", "(end - 1) / TILE_K + 1} : Span", "(end - 1) / TILE_K} : Span", SPLIT,
+    ),
+    in_float32_sm90("first_tile_left_out", "Span{first / TILE_K,", "Span{(first + TILE_K - 1) / TILE_K,", SPLIT_WINDOW),
+    in_float32_sm90(
+        "tile_taken_for_seen_by_all", "key + TILE_K > all_end)", "key + TILE_K > all_end + 1)",
+        replace(SPLIT, heads=1, key_heads=1, queries=1, keys=191),
+    ),
+    in_float32_sm90("keys_before_a_window_seen", "if (key < all_first || key", "if (key", SPLIT_WINDOW),
+    in_float32_sm90(
+        "mask_one_key_too_far", "j >= first && j < end", "j >= first && j <= end", SPLIT, file="float32_rows.cuh",
+    ),
+    in_float32_sm90("rescale_left_out", "if (!any(moved)) return;", "return;", STEEP_SPLIT, file="float32_rows.cuh"),
+    in_float32_sm90(
+        "hidden_values_not_noticed", "ballot(inside && (", "ballot(false && (", SPLIT,
+        check=testing.check_hidden_keys_may_hold_anything, file="float32_rows.cuh",
+    ),
+    # two parts, one sum
+    in_float32_sm90(
+        "one_sum_begun_anew", "multiply_keys(j > 0 ? small : large, 0, j, j == PARTS - 1 || (j == 0 && !ONE_SUM));",
+        "multiply_keys(j > 0 ? small : large, 0, j, j == PARTS - 1 || j == 0);", SPLIT_ALIKE,
+        check=check_split_products, precision="tf32",
+    ),
+    in_float32_sm90(
+        "second_parts_left_out", "for (int i = PARTS - 1 - j; i > 0; --i) multiply_keys",
+        "for (int i = PARTS - 1 - j; i > 1; --i) multiply_keys", SPLIT_ALIKE, check=check_split_products,
+        precision="tf32",
+    ),
+    in_float32_sm90(
+        "stage_beyond_the_last", "if (++stage == STAGES) {", "if (++stage > STAGES) {", SPLIT, precision="tf32",
+    ),
+    # the step before
+    in_parts("stride_between_parts", "to + p * part_bytes,", "to + p * part_bytes / 2,", SPLIT),
+    in_parts("columns_beyond_the_last_read", "columns - column - 4 * n;", "columns - column;", SPLIT),
+    in_parts(
+        "heads_of_q_for_all", "args.schedule.heads / args.head_blocks * heads;", "args.schedule.heads;",
+        replace(SPLIT, heads=3, key_heads=1, queries=128),
+    ),
+    in_parts("packed_rows_of_one_head", "(args.pack == 1 ? 0 : r % args.pack)", "0", SPLIT),
+    in_parts("packed_rows_of_other_queries", "query_of(r, args.pack) * strides.row", "r * strides.row", SPLIT),
+    in_parts("blocks_of_heads_not_apart", "* (of_q ? args.pack : 1);", "* 1;", SPLIT),
+    in_parts("rows_beyond_the_last_split", "clamp(rows, 0, first + TILE_Q)", "first + TILE_Q", SPLIT),
+    in_parts("last_rows_not_split", "(rows - 1) / TILE_Q + 1;", "rows / TILE_Q;", SPLIT),
+    in_parts("values_from_keys", "(of_k ? args.k : args.v)", "(of_k ? args.k : args.k)", SPLIT),
+    in_parts(
+        "largest_number_rounded_to_infinity", "split<true>(pairs", "split<false>(pairs", SPLIT,
+        check=check_hidden_largest,
+    ),
+    in_parts(
+        "offset_in_32_bits", "base + r * strides.row", "base + static_cast<int>(r * strides.row)",
+        replace(SPLIT, heads=1, key_heads=1), check=check_far_rows,
     ),
     # float32 and float64: rows again
     in_float32(
