@@ -115,8 +115,8 @@ def _shared_bytes(kernel, element, head_dim, value_dim, tile_q, tile_k, warps, s
     return size * (tile_q * (head_dim + 1) + tile_k * (max(head_dim, value_dim) + 1) + tile_q * tile_k)
 
 
-def forward_variant(dtype, mask, head_dim, value_dim, limits):
-    """The portable engine's forward kernel for padded head dims."""
+def forward_variant(dtype, mask, head_dim, value_dim, limits, paged=0):
+    """The portable engine's forward kernel for padded head dims; ``paged`` that of a cache."""
     if dtype in ("float16", "bfloat16"):
         kernel, widest, stages = "forward", max(head_dim, value_dim), 2
         if widest <= 32:
@@ -134,7 +134,17 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits):
     else:  # one kernel for all masks, written for the most general: nothing here is fast
         kernel, mask, tile_q, tile_k, warps, blocks, stages = "forward_fma", "window", 16, 16, 4, 1, 1
     shared = _shared_bytes(kernel, dtype, head_dim, value_dim, tile_q, tile_k, warps, stages)
-    return Variant(kernel, dtype, mask, head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared)
+    shared += paged * (2 * 16 * tile_k + 16)  # where the rows of two tiles lie, and flags
+    return Variant(kernel, dtype, mask, head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared, paged=paged)
+
+
+# Head dims of the kernel of caches, both alike, and one mask: few, and what is padded is not read.
+CACHE_DIMS = (64, 128, 256)
+
+
+def cache_variant(dtype, head_dim, value_dim, limits):
+    """The portable engine's forward kernel of a cache for head dims as given."""
+    return forward_variant(dtype, "window", *_alike(CACHE_DIMS, head_dim, value_dim), limits, paged=1)
 
 
 def variants(limits):
@@ -147,6 +157,7 @@ def variants(limits):
     for dtype in ("float16", "bfloat16"):
         found |= {decode_variant(dtype, dim, limits, rows): None for dim in DECODE_TILES for rows in (1, 17)}
         found |= {append_variant(dtype): None}
+        found |= {cache_variant(dtype, dim, dim, limits): None for dim in CACHE_DIMS}
         found |= {backward_variant(dtype, *pair, limits): None for pair in pairs}
         found |= {rows_variant(dtype): None, finish_variant(dtype): None}
         if not_hopper(limits) is None:
@@ -286,6 +297,11 @@ def plan(problem, limits):
             f"{problem.function}: has no GPU kernel for {problem.dtype} yet; "
             f"wanted float16 or bfloat16, or NumPy arrays"
         )
+    if problem.cached and problem.dtype not in ("float16", "bfloat16"):
+        raise NotImplementedError(
+            f"forward: has no GPU kernel for {problem.dtype} with lengths yet; "
+            f"wanted float16 or bfloat16, or NumPy arrays"
+        )
     portable, hopper = {
         "forward": (_portable_forward, _hopper_forward),
         "backward": (_portable_backward, _hopper_backward),
@@ -314,6 +330,8 @@ def _not_for_hopper(problem):
     """Why the sm90 engine does not take a problem, or None."""
     if problem.function == "decode":
         return "decode waits for memory, which wgmma makes no faster"
+    if problem.cached:
+        return "rows of a cache lie where each is found, not as tensor maps have it"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"wgmma has no {problem.dtype}"
     if 0 in (problem.keys, problem.value_dim):
@@ -395,7 +413,11 @@ def finish_variant(dtype):
 
 
 def _portable_forward(problem, limits, reason):
-    variant = forward_variant(problem.dtype, problem.mask.name, *_padded(problem.head_dim, problem.value_dim), limits)
+    if problem.cached:
+        variant = cache_variant(problem.dtype, problem.head_dim, problem.value_dim, limits)
+    else:
+        dims = _padded(problem.head_dim, problem.value_dim)
+        variant = forward_variant(problem.dtype, problem.mask.name, *dims, limits)
     pack = _pack(problem, lambda pack: variant.tile_q)
     chunk = 16 if variant.kernel == "forward" else 1
     args, operands, _, copies, buffers = _forward(problem, pack, variant.tile_q, chunk)
@@ -435,15 +457,19 @@ def _forward(problem, pack, tile_q, chunk, key_box=None):
     order = problem.q.order
     out = problem.out or Operand(out_shape, contiguous(out_shape, order, element.itemsize), True)
     tensors = key_box is not None
-    operands, copies, lengths, where = _layout.lay_out(
-        problem.batch,
-        {
-            "q": Use(problem.q, problem.dtype, chunk, tensor=tensors, factor=factor),
-            "k": Use(problem.k, problem.dtype, chunk, tensor=tensors),
-            "v": Use(problem.v, problem.dtype, chunk, tensor=tensors),
-            "out": Use(out, problem.dtype, 16 if tensors else 1, written=True),  # in chunks, or element by element
-        },
-    )
+    uses = {
+        "q": Use(problem.q, problem.dtype, chunk, tensor=tensors, factor=factor),
+        "out": Use(out, problem.dtype, 16 if tensors else 1, written=True),  # in chunks, or element by element
+    }
+    keys = {name: Use(getattr(problem, name), problem.dtype, chunk, tensor=tensors) for name in ("k", "v")}
+    if problem.cached:  # pages are an axis of their own
+        operands, copies, lengths, where = _layout.lay_out(problem.batch, uses)
+        _, more, _, there = _layout.lay_out(problem.k.shape[:1], keys)
+        paging, tables = _paging(problem)
+        where, copies, shifts = where | there, copies | more | tables, paging | _sides(problem)
+    else:
+        operands, copies, lengths, where = _layout.lay_out(problem.batch, uses | keys)
+        shifts = _shifts(problem)
     tiles = -(-problem.queries * pack // tile_q)
     head_blocks = problem.heads // pack
     heads = head_blocks * math.prod(problem.batch)
@@ -459,7 +485,7 @@ def _forward(problem, pack, tile_q, chunk, key_box=None):
         "value_dim": problem.value_dim,
         "head_blocks": head_blocks,
         "batches1": lengths[1],
-        **_shifts(problem),
+        **shifts,
         "scale_log2": scale * LOG2_E,
     }
     buffers = (
@@ -481,6 +507,14 @@ def _shifts(problem):
     full = {"full": (-problem.queries, problem.keys), "causal": (-problem.queries, problem.mask.end_shift)}
     shifts = full.get(problem.mask.name, (problem.mask.first_shift, problem.mask.end_shift))
     return dict(zip(("first_shift", "end_shift"), shifts, strict=True))
+
+
+def _sides(problem):
+    """What kernels of caches make the same of, where they know a sequence's length."""
+    left, right = problem.window or (None, None)
+    right = min(LONGEST if right is None else right, 0 if problem.causal else LONGEST)
+    left = LONGEST if left is None else min(left, LONGEST)
+    return {"left": left, "right": right, "top_left": int(problem.causal == "top-left")}
 
 
 def _whole_rows(pack):
@@ -568,8 +602,6 @@ def _portable_decode(problem, limits, reason):
     where, copies = where | there, copies | more
     paging, tables = _paging(problem)
     copies |= tables
-    left, right = problem.window or (None, None)
-    right = min(LONGEST if right is None else right, 0 if problem.causal else LONGEST)
     args = {
         **{f"{name}_strides": places for name, places in where.items()},
         "queries": problem.queries,
@@ -584,9 +616,7 @@ def _portable_decode(problem, limits, reason):
         "splits": splits,
         "fewest": fewest,
         **paging,
-        "left": LONGEST if left is None else min(left, LONGEST),
-        "right": right,
-        "top_left": int(problem.causal == "top-left"),
+        **_sides(problem),
         "out_vectors": int(_layout.in_chunks(operands["out"], element.itemsize)),
         "bfloat16": int(problem.dtype == "bfloat16"),
         "scale_log2": scale * LOG2_E,

@@ -20,6 +20,10 @@ _STEPS = np.dtype([(name, np.int64) for name in ("batch", "head", "row", "column
 _SCHEDULE = np.dtype([("tiles", np.int32), ("section", np.int32), ("heads", np.int64)])
 _TENSOR_MAP = np.dtype("V128")
 
+FORWARD_POINTERS = {  # by kernel; of others the first five
+    "forward": "q k v out lse lengths page_table",
+    "forward_sm90": "q k v out lse ticket",
+}
 DECODE_POINTERS = "q k v out lse lengths page_table k_scale v_scale parts arrived"
 APPEND_POINTERS = "q k_new v_new k v rotated cos sin lengths page_table totals overflow"
 
@@ -47,7 +51,7 @@ def _args(scale_log2, pointers="q k v out lse", maps="", wide="", sizes=""):
             *((f"{name}_strides", _STRIDES) for name in ("q", "k", "v", "out")),
             ("schedule", _SCHEDULE),
             *((name, np.int64) for name in wide.split()),
-            *((name, np.int32) for name in sizes.split()),
+            *((name, np.uint32 if name == "page_multiplier" else np.int32) for name in sizes.split()),
             ("scale_log2", scale_log2),
         ]
     )
@@ -115,11 +119,17 @@ _OFFSET_OF = """\
 
 # Kernel file and the twin of its struct Args, by kernel.
 KERNELS = {
-    "forward": ("forward.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
+    "forward": (
+        "forward.cu",
+        _args(
+            np.float32, FORWARD_POINTERS["forward"], wide="first_block length_stride table_stride table_step",
+            sizes="out_vectors pages page_size page_multiplier page_shift left right top_left",
+        ),
+    ),
     "forward_fma": ("forward_fma.cu", _args(np.float64, wide="first_block", sizes="out_vectors")),
     "forward_sm90": (
         "forward_sm90.cu",
-        _args(np.float32, "q k v out lse ticket", "q_map k_map v_map out_map", sizes="out_boxes blocks rows"),
+        _args(np.float32, FORWARD_POINTERS["forward_sm90"], "q_map k_map v_map out_map", sizes="out_boxes blocks rows"),
     ),
     "append": ("append.cu", _append_args()),
     "decode": ("decode.cu", _decode_args()),
@@ -164,6 +174,7 @@ class Variant:
     ordered: int = 1  # backward: whether sums of dq take turns; 0 in tests of what that costs
     vector_adds: int = 0  # backward: whether the device adds four floats at once
     converts: int = 0  # decode: whether the device converts E4M3
+    paged: int = 0  # forward: whether keys and values lie in a cache
 
     @property
     def name(self):
@@ -174,6 +185,7 @@ class Variant:
         more += f"_e{self.early}" * (self.early > 0)
         mask = f"_{self.mask}" if self.forward else ""  # always the most general elsewhere
         more += "" if self.ordered else "_unordered"
+        more += "_paged" * self.paged
         return f"{self.kernel}_{KINDS[self.element].short}{mask}_{dims}_{tiles}_s{self.stages}{more}"
 
     @property
@@ -218,7 +230,10 @@ class Variant:
         """Whether the kernel's text speaks of a field: compilers warn of constants that are not used."""
         if field.default is MISSING:
             return field.name not in _UNUSED.get(self.kernel, ())
-        owners = {"ordered": ("backward", "backward_sm90"), "vector_adds": ("backward",), "converts": ("decode_8bit",)}
+        owners = {
+            "ordered": ("backward", "backward_sm90"), "vector_adds": ("backward",), "converts": ("decode_8bit",),
+            "paged": ("forward",),
+        }  # fmt: skip
         return self.kernel in owners.get(field.name, ("forward_sm90",))
 
     @property

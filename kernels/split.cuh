@@ -12,6 +12,7 @@
 // whoever comes when, and wherever pages lie.
 #pragma once
 
+#include "cache.cuh"
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
@@ -110,23 +111,6 @@ __device__ __forceinline__ int row_of(int block, int half) { return 16 * block +
 __device__ __forceinline__ Paged locate(const Args& args) {
     return Paged(static_cast<uint32>(fresh_block_index()), args.first_sequence, args.key_heads, args.splits, args.tiles,
                  args.group);
-}
-
-__device__ __forceinline__ Pages pages_of(const Args& args, const Paged& place) {
-    const char* table = args.page_table == nullptr ? nullptr : args.page_table + place.sequence * args.table_stride;
-    return {table, args.table_step, place.sequence, args.pages,
-            {args.page_size, args.page_multiplier, args.page_shift}};
-}
-
-// The mask against the sequence's own length.
-__device__ __forceinline__ Mask mask_of(const Args& args, const Paged& place) {
-    int keys = args.capacity;
-    if (args.lengths != nullptr) {
-        keys = uniform(clamp(load_global<int>(args.lengths + place.sequence * args.length_stride), 0, args.capacity));
-    }
-    const int offset = args.top_left ? 0 : keys - args.queries;
-    const int first_shift = offset - args.left, end_shift = offset + args.right + 1;
-    return Mask(keys, clamp(first_shift, -args.queries, keys), clamp(end_shift, -args.queries, keys));
 }
 
 // Whether the append step has turned the sequence away.
@@ -457,7 +441,7 @@ __device__ __forceinline__ Part sum_of_splits(const Args& args, const Paged& pla
 
 // Whether all pages of a run of keys exist.
 __device__ __noinline__ bool exist(const Args& args, int first, int end) {
-    const Pages pages = pages_of(args, locate(args));
+    const Pages pages = pages_of(args, locate(args).sequence);
     bool missing = false;
     for (int n = pages.size.divide(first) + lane_index(); n * static_cast<int64>(pages.size.value) < end; n += WARP) {
         missing |= !pages.exists(pages.number(n));

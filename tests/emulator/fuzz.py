@@ -20,7 +20,7 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=Tr
     Parameters
     ----------
     check : str
-        Name of one of `cuflash.testing.forward_checks`, `gradient_checks` or `decode_checks`.
+        Name of one of `cuflash.testing.forward_checks`, `gradient_checks`, `prefill_checks` or `decode_checks`.
     dtype : str
         Of the problems; or the format of 8-bit caches, whose queries are of either 16-bit dtype.
     dims : (head_dim, value_dim), optional
@@ -32,7 +32,7 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=Tr
     derandomize : bool
         Whether every run draws the same.
     **strategy
-        Keywords of `cuflash.testing.problems` or `caches`.
+        Keywords of `cuflash.testing.problems`, `caches` or `prefills`.
 
     Raises
     ------
@@ -40,11 +40,11 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=Tr
         For the smallest problem found on which the check does not hold or a kernel breaks a rule.
     """
     check = getattr(testing, check)
+    kinds = {"dtypes": [dtype]}
     if check in testing.decode_checks:
-        kinds = {"dtypes": ["float16", "bfloat16"], "formats": [dtype]} if dtype in FORMATS else {"dtypes": [dtype]}
-        recipes = testing.caches(**({"formats": [None]} | kinds | strategy))
-    else:
-        recipes = testing.problems(dtypes=[dtype], **strategy)
+        kinds = {"dtypes": ["float16", "bfloat16"], "formats": [dtype]} if dtype in FORMATS else kinds
+        kinds = {"formats": [None]} | kinds
+    recipes = testing.strategy_of(check)(**kinds, **strategy)
     if dims is not None:
         recipes = recipes.map(lambda recipe: replace(recipe, head_dim=dims[0], value_dim=dims[1]))
 
