@@ -459,17 +459,17 @@ def _forward(problem, pack, tile_q, chunk, key_box=None):
     tensors = key_box is not None
     uses = {
         "q": Use(problem.q, problem.dtype, chunk, tensor=tensors, factor=factor),
+        "k": Use(problem.k, problem.dtype, chunk, tensor=tensors),
+        "v": Use(problem.v, problem.dtype, chunk, tensor=tensors),
         "out": Use(out, problem.dtype, 16 if tensors else 1, written=True),  # in chunks, or element by element
     }
-    keys = {name: Use(getattr(problem, name), problem.dtype, chunk, tensor=tensors) for name in ("k", "v")}
-    if problem.cached:  # pages are an axis of their own
-        operands, copies, lengths, where = _layout.lay_out(problem.batch, uses)
-        _, more, _, there = _layout.lay_out(problem.k.shape[:1], keys)
+    caches = {name: uses.pop(name) for name in ("k", "v")} if problem.cached else {}
+    operands, copies, lengths, where = _layout.lay_out(problem.batch, uses)
+    which = _shifts(problem)
+    if caches:  # pages are an axis of their own
+        _, more, _, there = _layout.lay_out(problem.k.shape[:1], caches)
         paging, tables = _paging(problem)
-        where, copies, shifts = where | there, copies | more | tables, paging | _sides(problem)
-    else:
-        operands, copies, lengths, where = _layout.lay_out(problem.batch, uses | keys)
-        shifts = _shifts(problem)
+        where, copies, which = where | there, copies | more | tables, paging | _sides(problem)
     tiles = -(-problem.queries * pack // tile_q)
     head_blocks = problem.heads // pack
     heads = head_blocks * math.prod(problem.batch)
@@ -485,7 +485,7 @@ def _forward(problem, pack, tile_q, chunk, key_box=None):
         "value_dim": problem.value_dim,
         "head_blocks": head_blocks,
         "batches1": lengths[1],
-        **shifts,
+        **which,
         "scale_log2": scale * LOG2_E,
     }
     buffers = (

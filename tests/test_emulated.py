@@ -28,6 +28,8 @@ CASES = [  # check, dtype, dims, engine, examples: more than 300 for each kernel
     *((check.__name__, dtype, None, "portable", 50) for check in testing.decode_checks for dtype in DTYPES[:2]),
     *((check.__name__, kind, None, "portable", 50) for check in testing.decode_checks for kind in FORMATS),
     *(("check_decode_bound", DTYPES[n % 2], dims, "portable", 4) for n, dims in enumerate(DECODE)),
+    *((check.__name__, dtype, None, "portable", 30) for check in testing.prefill_checks for dtype in DTYPES[:2]),
+    *(("check_prefill_bound", DTYPES[n % 2], dims, "portable", 4) for n, dims in enumerate(DECODE)),
     *(("check_decode_bound", kind, dims, "portable", 4) for kind in FORMATS for dims in DECODE[::3]),
     *(("check_bound", "bfloat16", dims, "sm90", 3) for dims in ((100, 40), (128, 128), (180, 128), (256, 256))),
     *((check.__name__, dtype, (200, 256), "sm90", 26) for check in testing.gradient_checks for dtype in DTYPES[:2]),
