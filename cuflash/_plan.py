@@ -142,9 +142,14 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits, paged=0):
 CACHE_DIMS = (64, 128, 256)
 
 
+def cache_dims(head_dim, value_dim):
+    """Head dims as forward on caches compiles them."""
+    return _alike(CACHE_DIMS, head_dim, value_dim)
+
+
 def cache_variant(dtype, head_dim, value_dim, limits):
     """The portable engine's forward kernel of a cache for head dims as given."""
-    return forward_variant(dtype, "window", *_alike(CACHE_DIMS, head_dim, value_dim), limits, paged=1)
+    return forward_variant(dtype, "window", *cache_dims(head_dim, value_dim), limits, paged=1)
 
 
 def variants(limits):

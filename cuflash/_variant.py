@@ -242,6 +242,11 @@ class Variant:
         return "decode" if self.kernel == "append" else self.kernel.split("_")[0]
 
     @property
+    def caches(self):
+        """Whether its keys lie in caches."""
+        return bool(self.paged) or self.function == "decode"
+
+    @property
     def forward(self):
         """Whether it is one of forward's."""
         return self.function == "forward"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cuflash import _variant, bounds, testing
+from cuflash import _variant, bounds, reference, testing
 
 from . import HERE, LIMITS, Emulator, EmulatorError
 
@@ -40,11 +40,12 @@ def check_faint_values(decode, recipe, xp=np, path=None):
 
 def check_missing_pages(attention, recipe, xp=np, path=None):
     """A sequence of which a page in the middle does not exist is NaN where rows see its keys; others are not."""
-    q, k, v, tables = recipe.arrays()
-    table, size, b = tables["page_table"].copy(), recipe.page_size, np.argmax(recipe.lengths)
+    q, k, v, tables = recipe.arrays(xp)
+    table, size, b = reference.host(tables["page_table"]).copy(), recipe.page_size, np.argmax(recipe.lengths)
     gone = recipe.lengths[b] // size // 2
     table[b, gone] = len(k)
-    out, lse = attention(q, k, v, return_lse=True, **(tables | {"page_table": table}), **recipe.keywords)
+    results = attention(q, k, v, return_lse=True, **(tables | {"page_table": xp.asarray(table)}), **recipe.keywords)
+    out, lse = (reference.host(x) for x in results)
     exact = bounds.forward(q, k, v, path=path, **tables, **recipe.keywords)
     others = np.arange(len(q)) != b
     worst = bounds.worst(
