@@ -13,7 +13,8 @@ and each check asks one thing of an attention for a recipe, and raises Assertion
 ``my_attention(q, k, v, *, scale, causal, window, return_lse)`` behaves as `cuflash.forward` does. Checks take, after
 it and the recipe, ``xp`` (numpy or cupy: whose arrays to pass) and ``path`` (whose constants the bound uses, by
 default "numpy <dtype>" or "portable <dtype>"). `forward_checks`, `gradient_checks` and, for `CacheRecipe`s,
-`decode_checks` hold them all; `prefill_checks` those of forward on such caches. There is no tolerance here: everything is judged by `cuflash.bounds`, or by bits.
+`decode_checks` and `prefill_checks` (those of forward on such caches) hold them all. There is no tolerance here:
+everything is judged by `cuflash.bounds`, or by bits.
 """
 
 from dataclasses import dataclass, replace
@@ -1077,12 +1078,11 @@ def check_prefill_is_forward(attention, recipe, xp=np, path=None):
         _assert_agree(f"sequence {b}", (out[b], lse[b]), _run(attention, recipe, one), bounded)
 
 
-check_prefill_bound, check_prefill_placement, check_prefill_one_by_one, check_prefill_rerun, check_prefill_hidden_keys = (
-    map(_of_forward, (
-        check_decode_bound, check_decode_placement, check_decode_one_by_one, check_decode_rerun,
-        check_decode_hidden_keys,
-    ))
-)  # fmt: skip
+check_prefill_bound = _of_forward(check_decode_bound)
+check_prefill_placement = _of_forward(check_decode_placement)
+check_prefill_one_by_one = _of_forward(check_decode_one_by_one)
+check_prefill_rerun = _of_forward(check_decode_rerun)
+check_prefill_hidden_keys = _of_forward(check_decode_hidden_keys)
 
 prefill_checks = (
     check_prefill_bound,

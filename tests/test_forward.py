@@ -320,8 +320,8 @@ def test_a_page_that_does_not_exist(engine):
 def test_caches_that_are_empty(engine):
     for shape, cache in (((0, 2, 3, 8), (0, 2, 5, 8)), ((2, 0, 3, 8), (2, 2, 5, 8)), ((2, 2, 0, 8), (2, 2, 5, 8)),
                          ((2, 2, 3, 8), (2, 2, 0, 8))):  # fmt: skip
-        lengths = engine.xp.zeros(len(range(shape[0])), np.int32)
-        out, lse = cuflash.forward(*draw(engine, shape, cache, cache, dtype="float16"), lengths=lengths, return_lse=True)
+        arrays, lengths = draw(engine, shape, cache, cache, dtype="float16"), engine.xp.zeros(shape[0], np.int32)
+        out, lse = cuflash.forward(*arrays, lengths=lengths, return_lse=True)
         assert out.shape == shape and not reference.host(out).any() and (reference.host(lse) == -np.inf).all()
 
 

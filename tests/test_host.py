@@ -983,7 +983,8 @@ REJECTED = [
 )
 def test_rejected_with_a_sentence_and_nothing_written(function, arrays, keywords, error, sentence):
     if function in (cuflash.forward, cuflash.decode):  # an out that is asked for is not touched either
-        keywords = {"out": np.ones((3, 2, 1, 8) if getattr(arrays[-1], "ndim", 0) == 4 else (2, 4, 8), np.float32)} | keywords
+        shape = (3, 2, 1, 8) if getattr(arrays[-1], "ndim", 0) == 4 else (2, 4, 8)
+        keywords = {"out": np.ones(shape, np.float32)} | keywords
     given = [*arrays, *keywords.values(), *keywords.get("grads", ())]
     given = [each for each in given if isinstance(each, np.ndarray) and each.size < 10**6]
     before = [each.copy() for each in given]

@@ -520,8 +520,8 @@ MUTATIONS = (
             ),
             (
                 "warps_do_not_tell_each_other_of_pages",
-                "return any(lane_index() < WARPS && load_shared<int>(flags + lane_index() % WARPS * sizeof(int)) != 0);",
-                "return mine;", PREFILL, check_missing_pages,
+                "return any(lane_index() < WARPS &&", "return mine && any(lane_index() < WARPS &&", PREFILL,
+                check_missing_pages,
             ),
             (
                 "careful_path_of_another_page", "pages.number(pages.size.divide(j)), key_head, j);",
@@ -561,7 +561,8 @@ MUTATIONS = (
         "        sync_warp();\n        load_queries", "        load_queries", CAUSAL,
     ),
     Mutation(
-        "out_written_over_q_without_sync_warp", "forward.cu", "    sync_warp();\n\n    bool missing", "\n    bool missing", CAUSAL,
+        "out_written_over_q_without_sync_warp", "forward.cu",
+        "    sync_warp();\n\n    bool missing", "\n    bool missing", CAUSAL,
     ),
     # Lanes, rows and columns
     Mutation(
