@@ -126,7 +126,8 @@ KERNELS = {
             sizes="out_vectors pages page_size page_multiplier page_shift left right top_left",
         ),
     ),
-    "forward_fma": ("forward_fma.cu", _args(np.float64, wide="first_block", sizes="out_vectors")),
+    "forward_f32": ("forward_f32.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
+    "forward_f64": ("forward_f64.cu", _args(np.float64, wide="first_block", sizes="out_vectors")),
     "forward_sm90": (
         "forward_sm90.cu",
         _args(np.float32, FORWARD_POINTERS["forward_sm90"], "q_map k_map v_map out_map", sizes="out_boxes blocks rows"),
@@ -172,6 +173,7 @@ class Variant:
     out_staged: int = 0  # panels of a warp's rows of out in shared memory of its own, to leave by tensor copies
     early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
     ordered: int = 1  # backward: whether sums of dq take turns; 0 in tests of what that costs
+    tall_products: int = 0  # float64: whether the device multiplies 16 rows in one instruction
     vector_adds: int = 0  # backward: whether the device adds four floats at once
     converts: int = 0  # decode: whether the device converts E4M3
     paged: int = 0  # forward: whether keys and values lie in a cache
@@ -231,9 +233,12 @@ class Variant:
         if field.default is MISSING:
             return field.name not in _UNUSED.get(self.kernel, ())
         owners = {
-            "ordered": ("backward", "backward_sm90"), "vector_adds": ("backward",), "converts": ("decode_8bit",),
+            "ordered": ("backward", "backward_sm90"),
+            "tall_products": ("forward_f64",),
+            "vector_adds": ("backward",),
+            "converts": ("decode_8bit",),
             "paged": ("forward",),
-        }  # fmt: skip
+        }
         return self.kernel in owners.get(field.name, ("forward_sm90",))
 
     @property

@@ -14,6 +14,14 @@ of a product before it is summed. A tensor core aligns 8 or 16 exact products an
 them and cuts what is aligned away (Fasi et al., *Numerical behavior of NVIDIA tensor cores*, 2021): less than 2^-24 of
 the largest for each, and 2^-23 of the sum, so D terms cost less than D roundings of u = 2^-23. Times scale: ``a_j``.
 
+**Split numbers.** On a GPU a float32 x is the sum of three bfloat16, each the rounding of what is left: ``|x_1| <= 2^-8
+|x|``, ``|x_2| <= 2^-17 |x|``, and nothing is left but what is below 2^-126, where bfloat16 ends. Of the nine products
+of parts the six largest are made, exactly, and ``x_1 y_2 + x_2 y_1 + x_2 y_2``, below 2^-24 |x y|, are left out. ``x_0
+y_0`` have a sum of their own: eight at a time cost eight cuts of 2^-24, one of the sum so far, and 2^-23, so D of them
+0.7 D roundings of u = 2^-23. The other five, together below 2^-6.9 |x y|, have another: 5 D roundings, of so much less,
+0.05 D. What is left out costs half of a u, adding the two sums another half: x is 2, which covers what is more than D
+for few terms. Each of the six products may be flushed.
+
 **Weights.** A weight is ``2^(c x_j - r)``, x_j the dot product, ``c = scale log2 e``, r the row's reference. Any r
 serves, since out and lse share it; it lags the largest score so far by at most ``lag`` (8 in units of log2). When it
 rises, what was summed before is rescaled. Rounding c costs ``2 u (T - s_j)``, for what all scores share cancels. The
@@ -48,9 +56,12 @@ which adds to the error of its score. The bound is infinite where a rotated numb
 
 **Sums.** Where weights meet v in 16 bits, each errs by ``u_p`` of itself, and in float16 by 2^-25 of the row's
 reference if it underflows. Summing n products errs by ``gamma(n u + R_j u)``, summing the weights themselves by the
-like with the depth of their sum instead of n. These meet ``p_j |v_j|`` and ``p_j |out|``: nothing cancels. Whatever
-the weights, out lies in the hull of the v_j, which bounds the error where T_j is no use. Division and its factor cost
-``2 u``, the format of the output its roundoff; numbers below the smallest normal one may be flushed to 0.
+like with the depth of their sum instead of n. Where the terms of a tile are summed before they join the others, n is no
+more than the longest tile has, and each tile costs a rounding more: tensor cores cut, and what a long sum cuts off adds
+up. Products of split weights and values err by ``u_p = 2^-24``. These meet ``p_j |v_j|`` and ``p_j |out|``: nothing
+cancels. Whatever the weights, out lies in the hull of the v_j, which bounds the error where T_j is no use. Division and
+its factor cost ``2 u``, the format of the output its roundoff; numbers below the smallest normal one may be flushed to
+0.
 
 **lse** is ``(r + log2 sum) log 2``. It takes ``sum T_j``, the error of c, now in full: ``2 u |s_j|``, that of the sum
 of weights, of the logarithm, and four roundings of itself.
@@ -66,7 +77,9 @@ linearly. Their sums take n terms and cost n roundings in any order: over the ke
 part and parts are added in float32; over the rows of all heads of a group for dk and dv. The scale is rounded and
 multiplied at the end, and what broadcasting stretched is added in float32 before the last rounding.
 
-In float64 every u is twice that of the format, since the reference rounds too.
+In float64 every u is twice that of the format, since the reference rounds too. Tensor cores round each sum of a product
+in float64 to nearest, in an order that is not written down, so that D terms cost D roundings there too; the exponential
+is a polynomial that errs by one unit in the last place, the reference's by another.
 
 The bound is infinite where a score leaves the format of the accumulator, or a result that of the output.
 """
@@ -125,6 +138,8 @@ class Path:
         Fewest keys between two rises of the reference.
     depth : int
         Weights that share one chain of additions are every ``depth``-th.
+    block : float
+        Most keys whose terms are summed by themselves, a tile; infinite where there is one sum for all.
     u_out, least_out, largest_out : float
         Roundoff, absolute error of underflow, and largest number of the output.
     tiny, largest : float
@@ -149,11 +164,20 @@ class Path:
     tiny: float
     largest: float
     merges: int = 0
+    block: float = math.inf
     least_query: float = 0.0
 
     def gamma(self, terms):
         """Relative error of a product's sum of so many terms."""
         return gamma(terms * self.u_sum)
+
+    def tiles(self, keys):
+        """Additions of a tile's sum to that of the others, for rows that see so many keys."""
+        return 0 * keys if self.block == math.inf else (keys + self.tile - 2) // self.tile + 2
+
+    def sum_roundoff(self, keys):
+        """Roundoff of a sum over so many keys of weights times values."""
+        return np.minimum(keys, self.block) * self.u_sum + self.tiles(keys) * self.u
 
 
 _F32 = {"u": 2.0**-24, "tiny": 2.0**-126, "largest": 2.0**127}
@@ -183,6 +207,8 @@ def _paths():
         if out["u_out"]:  # weights meet v in 16 bits, on tensor cores
             gpu |= {"u_sum": 2.0**-23, "u_weight": out["u_out"], "least_weight": min(out["least_out"], 2.0**-25)}
             paths[f"sm90 {dtype}"] = Path(**gpu)
+        if dtype == "float32":  # split; the parts of a product may be flushed, each by itself
+            gpu |= {"u_sum": 2.0**-23, "u_weight": 2.0**-24, "product": 2, "block": 32, "tiny": 8 * base["tiny"]}
         paths[f"portable {dtype}"] = Path(**gpu)
     return paths
 
@@ -488,7 +514,8 @@ class _Rows:
             self.weight_error = np.expm1(np.minimum(self.relative, MOST)) * self.weights + self.tiny * live  # p T
             self.mean_error = self.weight_error.sum(axis=1)
             self.heavier = self.weights + self.weight_error
-            depth = np.clip(np.ceil(self.keys / path.depth) + 4, 0, np.maximum(self.keys - 1, 0))
+            depth = np.ceil(np.minimum(self.keys, path.block) / path.depth) + 4 + path.tiles(self.keys)
+            depth = np.clip(depth, 0, np.maximum(self.keys - 1, 0))
             self.sum_error = gamma((depth[:, None] + self.rises) * path.u)
 
     def out_bound(self):
@@ -507,12 +534,12 @@ class _Rows:
 
             faint = np.minimum(self.heavier, path.least_weight * self.first[:, None] * self.fainter)
             coarse = np.maximum(path.u_weight * self.heavier, faint)
-            coarse += gamma(self.keys[:, None] * path.u_sum + self.rises * path.u) * self.heavier
+            coarse += gamma(path.sum_roundoff(self.keys)[:, None] + self.rises * path.u) * self.heavier
             sums = product(coarse, size) + np.abs(out) * (self.sum_error * self.heavier).sum(axis=1)[:, None]
             sums += self.tiny * (4 * self.keys[:, None] + product(self.seen.astype(float), size))
             rest = (1 - self.mean_error)[:, None] * (1 - self.sum_error.max(axis=1, initial=0))[:, None]
             errors = np.where(rest > 0.5, (moved + sums) / rest, np.inf)
-            worst_sums = path.u_weight + path.least_weight + gamma(2 * (self.keys[:, None] + 4) * path.u_sum)
+            worst_sums = path.u_weight + path.least_weight + gamma(2 * path.sum_roundoff(self.keys + 4)[:, None])
             errors = np.minimum(errors, hull * (1 + 2 * worst_sums))
             errors += 3 * path.u * (np.abs(out) + errors)  # a reciprocal within two roundings, and a product
             errors = _rounded(path, out, errors)

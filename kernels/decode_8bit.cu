@@ -335,7 +335,7 @@ __device__ __noinline__ void careful_decode(const Args& args, int row, char* out
     auto store = [&](int d, float x) {
         store_global(out + 2 * d, static_cast<unsigned short>(cvt_pair_of(args, x, 0.0f)));
     };
-    careful_row_of(
+    careful_row_of<false>(
         args, query, [&](int j) { return row_of(args.k, args.k_strides, args.k_scale, args.k_scale_strides, j); },
         [&](int j) { return row_of(args.v, args.v_strides, args.v_scale, args.v_scale_strides, j); }, store, lse, first,
         end);

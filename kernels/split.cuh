@@ -369,9 +369,6 @@ struct alignas(16) Quad {
 struct alignas(8) Pair {
     float low, high;
 };
-struct alignas(8) Vector8 {  // 8 bytes that travel together
-    uint32 words[2];
-};
 __device__ __forceinline__ int column_of(int piece) { return (piece * WARP + lane_index()) * QUAD; }
 
 struct Part {

@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 from drawn import DTYPES, changed, draw
+from emulator import mutations
 
 import cuflash
 from cuflash import reference, testing
@@ -130,6 +131,17 @@ def test_engine_by_name(engine):
     for wrong in ("fastest", other):
         with pytest.raises(ValueError, match=f"engine is '{wrong}'"):
             cuflash.forward(*arrays, engine=wrong)
+
+
+def test_each_product_of_parts_of_float32_counts(engine):
+    """Numbers of three parts as large as can be: none of the products that make one may be left out."""
+    recipe = testing.Recipe(heads=1, queries=8, keys=8, head_dim=8, value_dim=8)
+    mutations.check_split_products(cuflash.forward, recipe, engine.xp)
+
+
+def test_the_largest_float32_does_not_show_where_it_is_hidden(engine):
+    recipe = testing.Recipe(heads=2, key_heads=1, queries=70, keys=80, head_dim=24, value_dim=44, causal=True)
+    mutations.check_hidden_largest(cuflash.forward, recipe, engine.xp)
 
 
 # Results --------------------------------------------------------------------------------------------------------

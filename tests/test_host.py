@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -1190,10 +1191,42 @@ def test_variants_fit_the_device_and_are_few(limits):
     assert max(each.shared_bytes for each in variants) <= limits.shared_bytes
 
 
+@pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
+@pytest.mark.parametrize("head_dim, value_dim", [(1, 1), (3, 3), (64, 64), (65, 65), (130, 180), (40, 256), (256, 256)])
+def test_float32_goes_to_tensor_cores_whatever_the_mask(limits, head_dim, value_dim):
+    q, v = np.zeros((2, 70, head_dim), np.float32), np.zeros((2, 70, value_dim), np.float32)
+    plans = [planned(q, q, v, limits, **mask) for mask in ({}, {"causal": True}, {"window": (9, 3)})]
+    (variant,) = {step.variant for plan in plans for step in plan.steps}
+    assert {plan.engine for plan in plans} == {"portable"} and variant in _plan.variants(limits)
+    assert variant.kernel == "forward_f32" and variant.tile_q == 16 * variant.warps
+    assert variant.head_dim >= head_dim and variant.value_dim >= value_dim
+    parts = 6 * (variant.tile_q * variant.head_dim + variant.tile_k * (variant.head_dim + variant.value_dim))
+    assert 0 <= variant.shared_bytes - parts < 1024
+    assert variant.tile_k <= bounds.PATHS["portable float32"].block, "a tile is summed by itself"
+    assert variant.tile_k >= bounds.PATHS["portable float32"].tile
+
+
 @pytest.mark.parametrize("capability, shared", [((9, 0), 228), ((10, 0), 228)])
 def test_as_many_blocks_fit_a_multiprocessor_as_the_registers_leave_room_for(capability, shared):
     for each in _plan.variants(_plan.KNOWN[capability]):
         assert each.blocks_per_sm * (each.shared_bytes + 1024) <= shared * 1024  # the system keeps 1 KB a block
+
+
+@pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
+def test_float64_pads_to_what_its_instructions_take(limits):
+    assert _plan.float64_dims(3, 1) == (4, 8) and _plan.float64_dims(5, 8) == (8, 8)
+    assert _plan.float64_dims(8, 33) == (8, 64) and _plan.float64_dims(200, 3) == (256, 128)
+    for dims in product(range(1, 257, 5), repeat=2):
+        padded = _plan.float64_dims(*dims)
+        assert all(size >= dim for size, dim in zip(padded, dims, strict=True))
+        assert _plan.float64_dims(*padded) == padded
+    for padded in _plan.FLOAT64_TILES:
+        variant = _plan.forward_variant("float64", "full", *padded, limits)
+        assert (variant.head_dim, variant.value_dim, variant.kernel) == (*padded, "forward_f64")
+        assert variant.tall_products == (limits.capability >= (9, 0))
+        shares = 16 * variant.warps // variant.tile_q  # warps that share rows
+        assert variant.tile_q >= 16 and shares == (2 if variant.value_dim > 128 else 1)
+        assert {_plan.forward_variant("float64", mask, *padded, limits) for mask in _masks.MASKS} == {variant}
 
 
 NO_TABLES = {
@@ -1628,7 +1661,7 @@ def unaddressable(array):
     strided = array.shape[-1] > 1 and array.strides[-1] != array.itemsize
     rows = strides[:-1] if array.shape[-1] > 1 else strides
     odd = array.ctypes.data % 16 or any(s % 16 for s in rows)
-    return array.size > 0 and bool(strided or (array.itemsize == 2 and odd))
+    return array.size > 0 and bool(strided or odd)
 
 
 def no_tensor(array):
@@ -1878,7 +1911,8 @@ def test_the_preamble_holds_constants_and_types_alone(variant):
     constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", variant.preamble()))
     owners = {
         "query_registers": "forward_sm90", "out_staged": "forward_sm90", "early": "forward_sm90",
-        "ordered": "backward backward_sm90", "vector_adds": "backward", "converts": "decode_8bit", "paged": "forward",
+        "ordered": "backward backward_sm90", "tall_products": "forward_f64", "vector_adds": "backward",
+        "converts": "decode_8bit", "paged": "forward",
     }  # fmt: skip
     numbers = {
         field.name: getattr(variant, field.name)

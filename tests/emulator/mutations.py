@@ -67,6 +67,29 @@ def check_gradient_of_lse(attention, recipe, xp=np, path=None, gradients=None):
     assert worst <= 1, f"error over bound {worst}"
 
 
+def check_split_products(attention, recipe, xp=np, path=None):
+    """Numbers whose three parts are as large as can be, and of one sign: each of the six products shows."""
+    number = np.float32(1 + 2**-8 - 2**-16 + 0.9 * 2**-17)
+    shape = (1, recipe.keys, recipe.head_dim)
+    alike, ones = np.full(shape, number), np.ones(shape, np.float32)
+    lower = np.zeros(shape, np.float32)
+    lower[:, 1:, 0] = np.log(np.float64(number) / 2)  # all weights but the first are half that number
+    for q, k, v, scale in ((alike, alike, ones, 12.0), (ones, lower, alike, 1.0)):
+        q, k, v = (xp.asarray(x) for x in (q, k, v))
+        result = attention(q, k, v, scale=scale, return_lse=True)
+        testing.assert_attention_close(result, q, k, v, path=path, scale=scale)
+
+
+def check_hidden_largest(attention, recipe, xp=np, path=None):
+    """The largest number changes no bit of rows to which it is hidden."""
+    q, k, v = recipe.arrays(xp)
+    hidden = np.flatnonzero(~recipe.mask[0])
+    before = attention(q, k, v, **recipe.keywords)[..., 0, :]
+    k, v = k.copy(), v.copy()
+    k[..., hidden, :] = v[..., hidden, :] = np.finfo(recipe.dtype).max
+    assert (attention(q, k, v, **recipe.keywords)[..., 0, :] == before).all(), "hidden: the largest number shows"
+
+
 def _far_apart(values, pitch):
     """A copy of a matrix in memory of which only its pages are ever there."""
     length, dim = values.shape[-2:]
@@ -177,6 +200,16 @@ class Mutation:
         return replace(self, name="", file="", old="", new="")
 
 
+def in_float32(name, old, new, recipe, file="forward_f32.cu", **more):
+    """A mistake in forward of float32."""
+    return Mutation(f"float32_{name}", file, old, new, recipe, **more)
+
+
+def in_float64(name, old, new, recipe, file="forward_f64.cu", **more):
+    """A mistake in forward of float64."""
+    return Mutation(f"float64_{name}", file, old, new, recipe, **more)
+
+
 def in_backward(name, old, new, recipe, check=testing.check_gradient_bound, file="backward.cu", **more):
     """A mistake in gradients, by default in those of the portable engine's main kernel."""
     return Mutation(name, file, old, new, recipe, check, **more)
@@ -200,7 +233,14 @@ STEEP = replace(CAUSAL, scale=4.0)  # so that a later tile outweighs an earlier 
 WINDOW = replace(CAUSAL, dtype="bfloat16", causal=False, window=(20, 3))
 ONE_STAGE = replace(CAUSAL, heads=1, queries=70, head_dim=192, value_dim=192)
 FAR = replace(CAUSAL, heads=1)
-FLOAT32 = replace(CAUSAL, heads=1, queries=40, keys=50, dtype="float32", head_dim=24, value_dim=24, scale=4.0)
+
+# float32, and parts that count; float64, and two warps for the same rows.
+FLOAT32 = replace(CAUSAL, dtype="float32", head_dim=24, value_dim=44)
+STEEP32 = replace(FLOAT32, scale=4.0)
+ALIKE = testing.Recipe(heads=1, queries=8, keys=8, head_dim=8, value_dim=8, dtype="float32")
+FLOAT64 = replace(CAUSAL, dtype="float64", head_dim=24, value_dim=24)
+STEEP64 = replace(FLOAT64, scale=4.0)
+SHARED_ROWS = replace(FLOAT64, heads=1, queries=70, head_dim=128, value_dim=136)
 
 HOPPER = replace(CAUSAL, heads=3, keys=200)  # four tiles of keys, two of rows
 BOXED = replace(HOPPER, key_heads=3)  # heads are not packed, so that out leaves as boxes
@@ -628,21 +668,108 @@ MUTATIONS = (
         "reference == -INFINITE ? Real(0) : reference", "reference", WINDOW,
     ),
     Mutation("lse_in_base_2", "softmax.cuh", "(reference + log2_of(sum)) * LN_2", "(reference + log2_of(sum))", CAUSAL),
-    # float32 and float64
-    Mutation(
-        "fma_barrier_before_keys_removed", "forward_fma.cu",
-        "sync_threads();  // all have left the tile of v", "", FLOAT32,
+    # float32: parts and their products
+    *(
+        in_float32(
+            f"product_{i}_{j}_left_out", f"multiply_parts<{i}, {j}>(sum, a, b, at, false);", "", ALIKE,
+            check=check_split_products, file="float32.cuh",
+        )
+        for i, j in ((2, 0), (1, 1), (0, 1), (1, 0))
     ),
-    Mutation(
-        "fma_barrier_before_values_removed", "forward_fma.cu",
-        "sync_threads();  // the weights are here, and all have left the tile of k", "", FLOAT32,
+    in_float32(  # in the place of the first product, one that is too small to show
+        "product_0_2_left_out", "multiply_parts<0, 2>", "multiply_parts<2, 2>", ALIKE, check=check_split_products,
+        file="float32.cuh",
     ),
-    Mutation(
-        "fma_maximum_of_some_threads", "forward_fma.cu",
-        "lanes < ROW_THREADS; lanes *= 2) top", "lanes < 4; lanes *= 2) top", FLOAT32,
+    in_float32(
+        "largest_product_of_other_parts", "multiply_parts<0, 0>", "multiply_parts<0, 1>", FLOAT32, file="float32.cuh",
     ),
-    Mutation("fma_hidden_weight_summed", "forward_fma.cu", "if (weight == HIDDEN) continue;", "", FLOAT32),
-    Mutation("fma_rescale_left_out", "forward_fma.cu", "out[n] *= factor;", "out[n] *= 1;", FLOAT32),
+    in_float32(
+        "small_products_forgotten", "scores[n][e] += small[n][e];", "scores[n][e] += 0 * small[n][e];", ALIKE,
+        check=check_split_products,
+    ),
+    in_float32(
+        "small_products_with_values_forgotten", "large[m][e] + small[m][e];", "large[m][e];", FLOAT32,
+    ),
+    in_float32(
+        "second_part_not_taken_off", "low -= to_float(BFloat16{static_cast<unsigned short>(parts[p - 1])});",
+        "low -= to_float(BFloat16{static_cast<unsigned short>(parts[0])});", ALIKE, check=check_split_products,
+        file="float32.cuh",
+    ),
+    in_float32(
+        "largest_number_rounded_to_infinity", "cvt_pair(BFloat16{}, limited(low), limited(high)) :",
+        "cvt_pair(BFloat16{}, low, high) :", FLOAT32, check=check_hidden_largest, file="float32.cuh",
+    ),
+    in_float32("halves_of_a_chunk_swapped", "quad % 2 * 8;", "(quad + 1) % 2 * 8;", FLOAT32, file="float32.cuh"),
+    in_float32(
+        "end_of_a_row_overrun", "inside && e < left ? load", "inside ? load", replace(FLOAT32, value_dim=23),
+        file="float32.cuh",
+    ),
+    in_float32("tail_keys_not_zeroed", "r >= first && r < end);", "r >= first);", FLOAT32, file="float32.cuh"),
+    # float32: barriers, lanes, rows
+    in_float32(
+        "barrier_before_keys_removed",
+        "sync_threads();  // the keys are here, and all have left the values of the tile before", "", FLOAT32,
+    ),
+    in_float32(
+        "barrier_before_values_removed", "sync_threads();  // the values are here, and all have left the keys", "",
+        FLOAT32,
+    ),
+    in_float32("maximum_of_half_the_quad", "top = maximum(top, shuffle_xor(top, 2));", "", STEEP32),
+    in_float32("sum_of_half_the_quad", "row.finish<4>();", "row.finish<2>();", FLOAT32),
+    in_float32("rescale_left_out", "if (!any(moved)) return;", "return;", STEEP32),
+    in_float32("mask_one_key_too_far", "j >= first && j < end", "j >= first && j <= end", FLOAT32),
+    in_float32(
+        "hidden_values_not_noticed", "ballot(inside && (", "ballot(false && (", FLOAT32,
+        check=testing.check_hidden_keys_may_hold_anything,
+    ),
+    in_float32(
+        "offset_in_32_bits", "facts.k + static_cast<int64>(t) * TILE_K * args.k_strides.row",
+        "facts.k + static_cast<int>(static_cast<uint32>(t) * TILE_K * static_cast<uint32>(args.k_strides.row))",
+        replace(FLOAT32, heads=1), check=check_far_rows,
+    ),
+    in_float32(
+        "rows_beyond_the_last_written", "if (!inside || d >= args.value_dim) continue;",
+        "if (d >= args.value_dim) continue;", FLOAT32,
+    ),
+    # float32 and float64: rows again
+    in_float32(
+        "weights_of_all_lanes_summed", "if (!WIDE || j % WARP == lane) row.sum", "row.sum", FLOAT32,
+        check=testing.check_hidden_keys_may_hold_anything, file="careful.cuh",
+    ),
+    in_float64(
+        "keys_of_short_sums_left_out", "start += ADDED)", "start += ADDED + 1)", replace(FLOAT64, seed=120),
+        check=testing.check_hidden_keys_may_hold_anything, file="careful.cuh",
+    ),
+    # float64
+    in_float64(
+        "barrier_before_keys_removed",
+        "sync_threads();  // q and the keys are here for all warps, and all have left the values", "", FLOAT64,
+    ),
+    in_float64(
+        "barrier_before_values_removed",
+        "sync_threads();  // the values are here for all warps, and all have left the keys", "", FLOAT64,
+    ),
+    in_float64("values_of_other_keys", "n / 2 * 8 + n % 2)", "n % 2 * 8 + n / 2)", FLOAT64),
+    in_float64("rows_of_q_swapped", "r / 8 % 2 * 8, x", "(1 - r / 8 % 2) * 8, x", FLOAT64),
+    in_float64("terms_of_q_apart", "d / 8 * 2 + d % 2;", "d % 2 * 2 + d / 8;", FLOAT64),
+    in_float64("mask_one_key_too_far", "j >= first && j < end", "j >= first && j <= end", FLOAT64),
+    in_float64(
+        "tile_taken_for_seen_by_all", "key + TILE_K > mask.end_key(top)) {", "key + TILE_K > mask.end_key(top) + 1) {",
+        replace(FLOAT64, queries=1, keys=127),
+    ),
+    in_float64("row_past_the_end_is_read", "r >= first && row + r < end ?", "r >= first && row + r <= end ?", FLOAT64),
+    in_float64("rescale_left_out", "if (!any(", "if (any(", STEEP64),
+    in_float64("rescale_of_the_other_row", "out[n][e] *= factor[e / 2];", "out[n][e] *= factor[1 - e / 2];", STEEP64),
+    in_float64("columns_of_the_other_warp", "(first_column() + lane", "(COLUMNS - first_column() + lane", SHARED_ROWS),
+    in_float64("lse_of_no_warp", "if (first_column == 0 &&", "if (first_column < 0 &&", FLOAT64),
+    in_float64(
+        "hidden_values_not_noticed", "ballot(inside && (", "ballot(false && (", FLOAT64,
+        check=testing.check_hidden_keys_may_hold_anything,
+    ),
+    in_float64("exponential_short_of_a_term", "n < 12;", "n < 11;", FLOAT64, file="softmax.cuh"),
+    in_float64(
+        "exponential_halved", "low_word(rounded) + 1023", "low_word(rounded) + 1022", FLOAT64, file="softmax.cuh",
+    ),
     # Hopper
     Mutation(
         "keys_released_before_their_product_ends", "forward_sm90.cu",
