@@ -212,7 +212,7 @@ def decode(
 ):  # fmt: skip
     """Attention of each sequence's newest rows against its cache, to which it may append their keys and values first.
 
-    On a GPU for float16 and bfloat16.
+    On a GPU for float16, bfloat16 and float32.
 
     Parameters
     ----------

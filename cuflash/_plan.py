@@ -15,6 +15,7 @@ from ._problem import LONGEST, Operand
 from ._variant import Variant
 
 LOG2_E = 1.4426950408889634
+HALVES = ("float16", "bfloat16")
 LARGEST_GRID = 2**31 - 1
 MOST_TILES = 2**30  # that a ticket counts
 MOST_PARTS = 10**9  # of backward, 64 rows or a tile of keys each: blocks, tickets and counters fit 31 bits
@@ -257,6 +258,7 @@ def variants(limits):
     found |= {forward_variant("float32", "full", dim, dim, limits): None for dim in FLOAT32_TILES}
     found |= {forward_variant("float64", "full", *dims, limits): None for dims in FLOAT64_TILES}
     found |= {decode_8bit_variant(kind, dim, limits): None for kind in FORMATS for dim in DECODE_8BIT_TILES}
+    found |= {decode_f32_variant(dim, limits): None for dim in DECODE_F32_TILES} | {append_variant("float32"): None}
     return tuple(found)
 
 
@@ -356,8 +358,34 @@ def decode_8bit_variant(kv_format, dim, limits):
     )  # fmt: skip
 
 
+# Tiles of decode from caches of float32, likewise, and blocks a multiprocessor: three sizes, one tile of rows.
+DECODE_F32_TILES = {
+    64: ((32, 3, 2, 2), (32, 2, 2, 2)),
+    128: ((16, 3, 2, 2), (16, 2, 2, 2)),
+    256: ((16, 3, 2, 1), (16, 2, 2, 1), (16, 1, 2, 1)),  # a ring is 64 KB
+}
+
+
+def decode_f32_dims(head_dim, value_dim):
+    """The same of decode from caches of float32."""
+    return _alike(DECODE_F32_TILES, head_dim, value_dim)
+
+
+def decode_f32_variant(dim, limits):
+    """The kernel of decode from caches of float32 for a padded head dim, of v too."""
+    tile_q = 8
+    for tile_k, warps, stages, blocks in DECODE_F32_TILES[dim]:
+        weights = 4 * tile_k * (tile_q + 4)
+        shared = 4 * tile_q * dim + warps * (8 * stages * tile_k * dim + 8 * tile_q + weights) + 16
+        if shared <= limits.shared_bytes:
+            break
+    return Variant("decode_f32", "float32", "window", dim, dim, tile_q, tile_k, warps, blocks, stages, shared)
+
+
 def decode_variant_of(kind, head_dim, value_dim, limits, rows=1):
     """The kernel of decode for caches of a dtype or format, head dims as given and so many packed rows."""
+    if kind == "float32":
+        return decode_f32_variant(decode_f32_dims(head_dim, value_dim)[0], limits)
     if kind in FORMATS:
         return decode_8bit_variant(kind, decode_8bit_dims(head_dim, value_dim)[0], limits)
     return decode_variant(kind, decode_dims(head_dim, value_dim)[0], limits, rows)
@@ -375,15 +403,13 @@ def plan(problem, limits):
     """Choose engine, variant, copies and launches for a problem. ``limits`` is None where there is no GPU."""
     if problem.library == "numpy":
         return Plan("numpy", "the arrays are NumPy's")
-    if problem.function != "forward" and problem.dtype not in ("float16", "bfloat16"):
+    served = {"backward": HALVES, "decode": (*HALVES, "float32"), "forward": HALVES if problem.cached else ELEMENTS}
+    if problem.dtype not in served[problem.function]:
+        *others, last = served[problem.function]
+        cached = " with lengths" if problem.cached else ""
         raise NotImplementedError(
-            f"{problem.function}: has no GPU kernel for {problem.dtype} yet; "
-            f"wanted float16 or bfloat16, or NumPy arrays"
-        )
-    if problem.cached and problem.dtype not in ("float16", "bfloat16"):
-        raise NotImplementedError(
-            f"forward: has no GPU kernel for {problem.dtype} with lengths yet; "
-            f"wanted float16 or bfloat16, or NumPy arrays"
+            f"{problem.function}: has no GPU kernel for {problem.dtype}{cached} yet; "
+            f"wanted {', '.join(others)} or {last}, or NumPy arrays"
         )
     portable, hopper = {
         "forward": (_portable_forward, _hopper_forward),

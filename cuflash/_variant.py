@@ -135,6 +135,7 @@ KERNELS = {
     "append": ("append.cu", _append_args()),
     "decode": ("decode.cu", _decode_args()),
     "decode_8bit": ("decode_8bit.cu", _decode_args()),
+    "decode_f32": ("decode_f32.cu", _decode_args()),
     "backward_rows": ("backward_rows.cu", _backward_args()),
     "backward": ("backward.cu", _backward_args()),
     "backward_finish": ("backward_finish.cu", _backward_args()),

@@ -214,6 +214,8 @@ def _paths():
 
 
 PATHS = _paths()
+# Float32 of decode: not split, and summed tile by tile all the same.
+_MULTIPLY_ADDS = replace(PATHS["portable float32"], u_sum=2.0**-24, u_weight=0.0, product=0, tiny=2.0**-126)
 
 
 def path_of(path):
@@ -355,6 +357,8 @@ def decode(
     Bounded
     """
     path = path_of(path)
+    if path == PATHS["portable float32"]:
+        path = _MULTIPLY_ADDS
     if path.lag:
         path = replace(path, merges=2)
     scaled = None

@@ -130,13 +130,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
     };
     const bool missing = stream<1>(args, place, work, pages, ring, NoScales{}, begin, with_keys, with_values);
 
-    auto round = [](float low, float high) { return cvt_pair(Element{}, low, high); };
+    auto write = [&](char* to, int column, const float(&x)[QUAD]) {
+        store_halves(args, to, column, x, [](float low, float high) { return cvt_pair(Element{}, low, high); });
+    };
     auto careful = [&](int row, char* to, char* lse, int first, int end) {
         careful_decode(args, row, to, lse, first, end);
     };
+    finish(rows, missing);
     join(
-        args, place, work, shared, rows, missing, [&](uint32 to, uint32 row) { leave(out, rows, to, row); },
-        [&](int r, Part& part) { store(args, mask, place, work.first_row + r, part, round, careful); });
+        args, place, work, shared, [&](uint32 to, uint32 row) { leave(out, rows, to, row); },
+        [&](int r, Part& part) { store(args, mask, place, work.first_row + r, part, write, careful); });
 }
 
 }  // namespace cuflash

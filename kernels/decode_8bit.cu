@@ -399,7 +399,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     const Paged home = locate(args);  // anew: `place` need not be kept in registers meanwhile
     const float v_scale = head_scale(args.v_scale, args.v_slots, args.v_scale_strides, home.key_head);
-    auto round = [&](float low, float high) { return cvt_pair_of(args, low, high); };
+    auto write = [&](char* to, int column, const float(&x)[QUAD]) {
+        store_halves(args, to, column, x, [&](float low, float high) { return cvt_pair_of(args, low, high); });
+    };
     auto careful = [&](int row, char* to, char* lse, int first, int end) {
         careful_decode(args, row, to, lse, first, end);
     };
@@ -409,9 +411,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
             for (int e = 0; e < QUAD; ++e) part.out[p].values[e] *= v_scale;
         }
-        store(args, mask, home, work.first_row + r, part, round, careful);
+        store(args, mask, home, work.first_row + r, part, write, careful);
     };
-    join(args, home, work, shared, rows, missing, [&](uint32 to, uint32 row) { leave(out, rows, to, row); }, finish);
+    cuflash::finish(rows, missing);
+    join(args, home, work, shared, [&](uint32 to, uint32 row) { leave(out, rows, to, row); }, finish);
 }
 
 }  // namespace cuflash

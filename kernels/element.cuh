@@ -1,0 +1,25 @@
+// Elements of any width, as the numbers that sums are made of and back.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace cuflash {
+
+template <typename Element>
+__device__ __forceinline__ auto to_real(Element x) {
+    if constexpr (sizeof(Element) == 2) {
+        return to_float(x);
+    } else {
+        return x;
+    }
+}
+template <typename Element, typename Real>
+__device__ __forceinline__ Element rounded(Real x) {
+    if constexpr (sizeof(Element) == 2) {
+        return Element{static_cast<unsigned short>(cvt_pair(Element{}, x, 0.0f))};
+    } else {
+        return x;
+    }
+}
+
+}  // namespace cuflash
