@@ -155,6 +155,7 @@ def _dims(rng, variant):
     others = {
         "decode": _plan.decode_dims,
         "decode_8bit": _plan.decode_8bit_dims,
+        "decode_f32": _plan.decode_f32_dims,
         "forward_f32": _plan.float32_dims,
         "forward_f64": _plan.float64_dims,
     }
@@ -446,7 +447,7 @@ def main(argv=None):
     mains = {
         "forward": ("forward", "forward_f32", "forward_f64", "forward_sm90"),
         "backward": ("backward", "backward_sm90"),
-        "decode": ("decode", "decode_8bit"),
+        "decode": ("decode", "decode_8bit", "decode_f32"),
     }
     variants = [variant for variant in variants if variant.kernel in mains[options.what]]
     if options.replay:

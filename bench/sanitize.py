@@ -94,7 +94,7 @@ def problems_of(variant):
     fewest = gpu.fewest_keys(variant)  # where these are many, every row sees one
     long, short = 3 * variant.tile_k + 9, variant.tile_k // 2 + 1
     if variant.function == "decode":  # several splits and one, rows of several tiles that see unlike keys, and few
-        few, many = (2, 5) if variant.tile_q == 16 else (9, 30)
+        few, many = (2, 5) if variant.tile_q <= 16 else (9, 30)
         for exact, queries, keys, splits in ((True, few, 40 * variant.tile_k, 5), (False, many, long, 2)):
             head_dim, value_dim = dims_of(variant, exact)
             keywords = {"splits": splits}

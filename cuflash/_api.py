@@ -280,7 +280,7 @@ def decode(
         As in `forward`, also for caches that cannot be appended to; for NumPy arrays also for lengths beyond the cache
         and pages that do not exist, of keys that are there before the call.
     NotImplementedError
-        For CuPy arrays of float32 and float64.
+        For CuPy arrays of float64.
 
     Notes
     -----

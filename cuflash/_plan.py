@@ -377,9 +377,10 @@ def decode_f32_variant(dim, limits):
     for tile_k, warps, stages, blocks in DECODE_F32_TILES[dim]:
         weights = 4 * tile_k * (tile_q + 4)
         shared = 4 * tile_q * dim + warps * (8 * stages * tile_k * dim + 8 * tile_q + weights) + 16
+        found = Variant("decode_f32", "float32", "window", dim, dim, tile_q, tile_k, warps, blocks, stages, shared)
         if shared <= limits.shared_bytes:
             break
-    return Variant("decode_f32", "float32", "window", dim, dim, tile_q, tile_k, warps, blocks, stages, shared)
+    return found
 
 
 def decode_variant_of(kind, head_dim, value_dim, limits, rows=1):

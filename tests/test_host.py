@@ -1015,7 +1015,10 @@ def test_an_empty_out_is_legal(shape):
     "function, count, keywords, sentence",
     [
         ("backward", 6, {}, "has no GPU kernel for float32 yet; wanted float16 or bfloat16, or NumPy arrays"),
-        ("decode", 3, {}, "has no GPU kernel for float32 yet; wanted float16 or bfloat16, or NumPy arrays"),
+        (
+            "decode", 3, {"dtype": np.float64},
+            "has no GPU kernel for float64 yet; wanted float16, bfloat16 or float32, or NumPy arrays",
+        ),
         (
             "forward", 3, {"lengths": on_gpu(1, dtype=np.int32)},
             "has no GPU kernel for float32 with lengths yet; wanted float16 or bfloat16, or NumPy arrays",
@@ -1023,7 +1026,9 @@ def test_an_empty_out_is_legal(shape):
     ],
 )  # fmt: skip
 def test_no_gpu_kernel_yet(function, count, keywords, sentence):
-    arrays = [on_gpu(1, 1, 4, 8) for _ in range(count)]
+    kind = {name: x for name, x in keywords.items() if name == "dtype"}
+    keywords = {name: x for name, x in keywords.items() if name not in kind}
+    arrays = [on_gpu(1, 1, 4, 8, **kind) for _ in range(count)]
     if function == "backward":
         arrays[5] = on_gpu(1, 1, 4)
     with pretended_gpu():
@@ -1245,19 +1250,21 @@ def planned_problem(recipe):
 
 @pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
 @settings(max_examples=200)
-@given(testing.caches())
+@given(testing.caches(dtypes=("float16", "bfloat16", "float32")))
 def test_every_plan_of_decode_asks_for_a_listed_variant(limits, recipe):
     problem = planned_problem(recipe)
     plan = _plan.plan(problem, limits)
     before = recipe.append or recipe.rotary
-    kernels = (["append"] if before else []) + ["decode_8bit" if recipe.kv_format else "decode"]
+    kind = recipe.kv_format or recipe.dtype
+    named = {"int8": "decode_8bit", "e4m3": "decode_8bit", "float32": "decode_f32"}
+    kernels = (["append"] if before else []) + [named.get(kind, "decode")]
     assert plan.engine == "portable"
     assert [step.variant.kernel for step in plan.steps] == (kernels if recipe.lengths and recipe.queries else [])
     assert all(step.variant in _plan.variants(limits) for step in plan.steps)
     for step in plan.steps[-1:]:
         assert plan.variant == step.variant
         assert step.variant.head_dim >= recipe.head_dim and step.variant.value_dim >= recipe.value_dim
-        assert step.variant.element == recipe.kv_format or step.variant.element == recipe.dtype
+        assert step.variant.element == kind
         several = step.args["splits"] > 1
         made = ["out", "lse", *["totals"] * bool(before), *["rotated"] * bool(recipe.rotary)]
         assert [buffer.name for buffer in plan.buffers] == [*made, *["parts", "arrived"] * several]
@@ -1880,6 +1887,7 @@ EXAMPLES += [_plan.hopper_dq_variant("float16", 256)]
 EXAMPLES += [_plan.rows_variant("float16"), _plan.finish_variant("float16")]
 EXAMPLES += [_plan.append_variant("float16"), _plan.decode_variant("float16", 64, HOPPER)]
 EXAMPLES += [_plan.decode_8bit_variant("e4m3", 64, HOPPER), _plan.cache_variant("float16", 64, 64, HOPPER)]
+EXAMPLES += [_plan.decode_f32_variant(64, HOPPER), _plan.append_variant("float32")]
 EXAMPLES = list(dict.fromkeys(EXAMPLES))  # float32 and float64 have one kernel for all masks
 
 

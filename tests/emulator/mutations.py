@@ -285,6 +285,10 @@ PREFILL = testing.CacheRecipe(
 PREFILL_WINDOW = replace(PREFILL, dtype="bfloat16", causal=False, window=(40, 9))
 PREFILL_ONE_STAGE = replace(PREFILL, heads=1, key_heads=1, queries=40, head_dim=192, value_dim=192, page_size=1)
 
+# The same in float32: rows of 16-byte quads, a lane a key and two; rows of two tiles.
+SINGLE = replace(CACHE, dtype="float32", heads=12, page_size=16)
+WIDE_SINGLE = replace(SINGLE, head_dim=100, value_dim=72)
+
 # The same from 8 bits: pages of no whole runs, of whole ones, and none; scales of slots and of heads.
 INT8 = replace(CACHE, dtype="bfloat16", kv_format="int8", k_scale="slot", v_scale="slot")
 HEAD_SCALES = replace(INT8, k_scale="head", v_scale="head", page_size=None)
@@ -435,6 +439,49 @@ MUTATIONS = (
             (
                 "mask_of_decode_one_key_too_far", "j >= first && j < end ?", "j >= first && j <= end ?",
                 WINDOWED, testing.check_decode_bound,
+            ),
+        )
+    ),
+    *(
+        Mutation(name, "decode_f32.cu", old, new, recipe, check)
+        for name, old, new, recipe, check in (
+            (
+                "queries_of_float32_not_waited_for", "sync_threads();  // the rows of q are here", "",
+                SINGLE, testing.check_decode_bound,
+            ),
+            (
+                "parts_of_a_key_apart", "lanes = TILE_K; lanes < WARP; lanes *= 2) scores",
+                "lanes = WARP; lanes < WARP;) scores", WIDE_SINGLE, testing.check_decode_bound,
+            ),
+            (
+                "weights_of_a_key_summed_twice", "if (mine) row.sum +=", "row.sum +=", WIDE_SINGLE,
+                testing.check_decode_bound,
+            ),
+            (
+                "row_raised_alone", "const float factor = row.raise(top);",
+                "const float factor = 1.0f + 0 * row.raise(top);", replace(SINGLE, scale=4.0),
+                testing.check_decode_bound,
+            ),
+            (
+                "maximum_of_some_lanes", "lanes = 1; lanes < WARP; lanes *= 2) top",
+                "lanes = 1; lanes < 8; lanes *= 2) top", replace(SINGLE, scale=4.0), testing.check_decode_bound,
+            ),
+            (
+                "values_of_every_second_key", "lanes = VALUE_LANES; lanes < WARP; lanes *= 2)",
+                "lanes = WARP; lanes < WARP;)", SINGLE, testing.check_decode_bound,
+            ),
+            (
+                "hidden_scores_of_float32_kept", "j < mask.end_key(i) ? scores[r]", "j <= mask.end_key(i) ? scores[r]",
+                replace(SINGLE, queries=3), testing.check_decode_bound,
+            ),
+            (
+                "code_for_too_few_rows", "if (work.rows <= 4) {", "if (work.rows <= 8) {",
+                SINGLE, testing.check_decode_bound,
+            ),
+            (
+                "quad_beyond_a_row_written", "if (column < args.value_dim) store_global(to + column * WIDTH, Quad",
+                "if (column <= args.value_dim) store_global(to + column * WIDTH, Quad", SINGLE,
+                testing.check_decode_bound,
             ),
         )
     ),
