@@ -166,7 +166,9 @@ def _dims(rng, variant):
         "backward_f64": _plan.float64_backward_dims,
         "decode": _plan.decode_dims,
         "decode_8bit": _plan.decode_8bit_dims,
+        "decode_f32": _plan.decode_f32_dims,
     }.get(variant.kernel, _plan._padded)
+    padded = _plan.cache_dims if variant.paged else padded
     while True:
         drawn = [int(rng.integers(1, size + 1)) for size in sizes]
         dims = [int(rng.choice([n, -(-n // 8) * 8, size])) for n, size in zip(drawn, sizes, strict=True)]
@@ -221,39 +223,42 @@ def gradients(example, clean, rng, engine):
 
 
 def draw_cache(variant, seed):
-    """The problem of decode of a variant and a seed, from the choices that the tests draw from."""
+    """The problem on a cache of a variant and a seed, from the choices that the tests draw from."""
     rng = np.random.default_rng([zlib.crc32(variant.name.encode()), seed])
     longest = int(rng.choice([130, 600, 3000], p=[0.5, 0.4, 0.1]))
     kinds = {"dtypes": [variant.element], "formats": [None]}
     if variant.element in FORMATS:
         kinds = {"dtypes": ["float16", "bfloat16"], "formats": [variant.element]}
+    if variant.paged:
+        kinds |= {"appends": False, "queries": testing.MANY_ROWS}
     recipe = testing.cache_recipe(
         lambda among: among[int(rng.integers(len(among)))], max_length=longest, **kinds
     )
     head_dim, value_dim = _dims(rng, variant)
-    if variant.tile_q > 16 and recipe.queries * recipe.heads // recipe.key_heads <= 16:
+    if variant.kernel == "decode" and variant.tile_q > 16 and recipe.queries * recipe.heads // recipe.key_heads <= 16:
         recipe = dataclasses.replace(recipe, queries=int(rng.integers(17, 40)))
     recipe = dataclasses.replace(recipe, head_dim=head_dim, value_dim=value_dim)
     return recipe, rng
 
 
-def decode_one(variant, seed, engine):
-    """The same as `try_one` of a variant of decode: NaN too where a bit differs in a second run."""
+def cache_one(variant, seed, engine):
+    """The same as `try_one` of a variant for caches: NaN too where a bit differs in a second run."""
+    function = variant.function
     recipe, rng = draw_cache(variant, seed)
     values, rows = recipe.values(), [np.arange(recipe.queries)] * len(recipe.lengths)
     spoilt = values
     garbage = [None, np.nan, np.inf][int(rng.choice(3, p=[0.7, 0.15, 0.15]))]
     if garbage is not None:
         spoilt, rows = recipe.spoilt(values, (garbage, -garbage))
-    keywords = recipe.keywords | recipe.splitting
+    keywords = recipe.keywords | (recipe.splitting if function == "decode" else {})
     *arrays, tables = recipe.arrays(np, spoilt)  # where they lie decides the plan
-    steps = gpu.steps_of("decode", *arrays, engine="portable", **tables, **keywords)
+    steps = gpu.steps_of(function, *arrays, engine="portable", **tables, **keywords)
     *arrays, tables = recipe.arrays(np if engine == "numpy" else importlib.import_module("cupy"), spoilt)
     keywords |= tables | {"engine": engine, "return_lse": True}
-    results, again = (cuflash.decode(*arrays, **keywords) for _ in range(2))
+    results, again = (getattr(cuflash, function)(*arrays, **keywords) for _ in range(2))
     results, again = ([contenders.to_host(x) for x in each] for each in (results, again))
     path = gpu.path_of(recipe.dtype, engine)
-    wanted = cuflash.bounds.decode(*values[:3], path=path, **recipe.meant(values))
+    wanted = getattr(cuflash.bounds, function)(*values[:3], path=path, **recipe.meant(values))
     found = [0.0]
     for b, judged in enumerate(rows):
         for actual, exact, bound in (
@@ -265,7 +270,8 @@ def decode_one(variant, seed, engine):
         if one.tobytes() != other.tobytes():
             found.append(np.nan)
     notable = {
-        "several_splits": bool(steps) and steps[-1].args["splits"] > 1,
+        "several_splits": bool(steps) and steps[-1].args.get("splits", 1) > 1,
+        "several_key_tiles": max(recipe.totals, default=0) > variant.tile_k,
         "appends": recipe.append,
         "rotary": recipe.rotary > 0,
         "pages": recipe.page_size is not None,
@@ -281,8 +287,8 @@ def decode_one(variant, seed, engine):
 
 def try_one(variant, seed, engine):
     """Run an example: the variant it ran as, its worst error over bound, and what is notable about it."""
-    if variant.function == "decode":
-        return decode_one(variant, seed, engine)
+    if variant.caches:
+        return cache_one(variant, seed, engine)
     example, rng = draw(variant, seed)
     clean = [operand.copy() for operand in example.operands()]
     spoil(example, rng)
@@ -447,12 +453,12 @@ def main(argv=None):
     mains = {
         "forward": ("forward", "forward_f32", "forward_f64", "forward_sm90", "forward_f32_sm90"),
         "backward": ("backward", "backward_f64", "backward_sm90"),
-        "decode": ("decode", "decode_8bit"),
+        "decode": ("decode", "decode_8bit", "decode_f32"),
     }
     variants = [variant for variant in variants if variant.kernel in mains[options.what]]
     if options.replay:
         (variant,) = (variant for variant in variants if variant.name == options.replay[0])
-        if variant.function == "decode":
+        if variant.caches:
             print(draw_cache(variant, int(options.replay[1]))[0])
         else:
             example, _ = draw(variant, int(options.replay[1]))

@@ -79,7 +79,8 @@ def run_once(function, arrays, keywords):
             cuflash.decode(*arrays, **given, **rotary, **keywords)
             names += [step.variant.name for step in gpu.steps_of("decode", *host, **more, **layouts)]
         return names
-    out, lse = cuflash.forward(*arrays, return_lse=True, **keywords)
+    tables = {name: gpu.to_device(x) for name, x in keywords.items() if isinstance(x, np.ndarray)}
+    out, lse = cuflash.forward(*arrays, return_lse=True, **(keywords | tables))
     steps = gpu.steps_of("forward", *host, **keywords)
     if function == "backward":
         cuflash.backward(out, *arrays, out, lse, **keywords)
@@ -94,7 +95,7 @@ def problems_of(variant):
     fewest = gpu.fewest_keys(variant)  # where these are many, every row sees one
     long, short = 3 * variant.tile_k + 9, variant.tile_k // 2 + 1
     if variant.function == "decode":  # several splits and one, rows of several tiles that see unlike keys, and few
-        few, many = (2, 5) if variant.tile_q == 16 else (9, 30)
+        few, many = (2, 5) if variant.tile_q <= 16 else (9, 30)
         for exact, queries, keys, splits in ((True, few, 40 * variant.tile_k, 5), (False, many, long, 2)):
             head_dim, value_dim = dims_of(variant, exact)
             keywords = {"splits": splits}
@@ -103,6 +104,16 @@ def problems_of(variant):
                 scales = {"k_scale": slots, "v_scale": slots if exact else slots[0, :, 0]}
                 keywords |= {"kv_format": variant.element, **scales}
             yield (2, 4, queries, head_dim), (2, 2, keys, head_dim), (2, 2, keys, value_dim), keywords
+        return
+    if variant.paged:  # pages of no whole tiles, one of them a sequence's last; and a cache in one piece
+        size = variant.tile_k // 2 - 3
+        table = {"page_table": np.arange(14, dtype=np.int32).reshape(2, 7)[:, ::-1].copy()}
+        for exact, queries, shape, more in ((True, variant.tile_q + 5, (14, size), table), (False, 70, (2, long), {})):
+            head_dim, value_dim = dims_of(variant, exact)
+            pages, keys = shape
+            lengths = np.array([5 * size + 2, keys // 2], np.int32)
+            keywords = {"lengths": lengths, "causal": True, "window": (keys, None), **more}
+            yield (2, 4, queries, head_dim), (pages, 2, keys, head_dim), (pages, 2, keys, value_dim), keywords
         return
     for exact, heads, queries, keys in ((True, 2, variant.tile_q + 5, fewest + long), (False, 4, long, fewest + short)):
         head_dim, value_dim = dims_of(variant, exact)

@@ -4,7 +4,8 @@ from . import _launch
 
 
 def forward(
-    q, k, v, *, scale=None, causal=False, window=None, precision=None, return_lse=False, out=None, engine=None
+    q, k, v, *, lengths=None, page_table=None, scale=None, causal=False, window=None, precision=None, return_lse=False,
+    out=None, engine=None,
 ):  # fmt: skip
     """Exact attention, ``softmax(scale * q @ k.mT) @ v``, without storing the scores.
 
@@ -18,11 +19,21 @@ def forward(
         Of q's dtype. ``key_heads`` divides ``heads``; query head h reads key head ``h // (heads // key_heads)``.
     v : array, shape (..., key_heads, keys, value_dim)
         Of q's dtype.
+    lengths : array of int, shape (sequences,), optional
+        For rows whose keys lie in a cache, the last of which are their own: q has shape (sequences, heads, queries,
+        head_dim), k and v are ``k_cache`` and ``v_cache`` of `decode`, of shape (sequences, key_heads, capacity, dim),
+        and the keys of each sequence are so many; what the cache holds beyond is not read. Arrays on a GPU are not
+        read by the host, and lengths outside 0 to the capacity are taken for the nearer of these. On a GPU for float16
+        and bfloat16.
+    page_table : array of int, shape (sequences, most pages), optional
+        With ``lengths``, for k and v of shape (pages, key_heads, page_size, dim). Page n of a sequence holds its keys
+        from ``n * page_size``. Entries past a length are not looked at. On a GPU a page that does not exist is not
+        read: rows that see one of its keys are NaN, and others of their sequence may be.
     scale : float, optional
         Factor on the products; any finite number. Default ``1 / sqrt(head_dim)``.
     causal : bool or {"bottom-right", "top-left"}, default False
-        With ``offset = keys - queries`` (True, "bottom-right") or 0 ("top-left"), row i sees keys ``j <= i + offset``.
-        For 2 queries and 4 keys::
+        With ``offset = keys - queries`` (True, "bottom-right") or 0 ("top-left"), row i sees keys ``j <= i + offset``;
+        keys are those of the row's own sequence. For 2 queries and 4 keys::
 
             True, "bottom-right"      "top-left"
             1 1 1 0                   1 0 0 0
@@ -53,14 +64,18 @@ def forward(
     TypeError
         For dtypes that are not supported or not alike, mixed libraries, and what is not an array.
     ValueError
-        For shapes that do not fit, keywords outside their range, and an ``out`` that cannot be written.
+        For shapes that do not fit, keywords outside their range, and an ``out`` that cannot be written; for NumPy
+        arrays also for lengths beyond the cache and pages that do not exist.
+    NotImplementedError
+        For CuPy arrays of float32 and float64 with ``lengths``.
     CompileError
         Where a kernel does not compile.
 
     Notes
     -----
     Runs on the current stream of the arrays' device and does not wait for it. The same inputs on the same GPU give the
-    same bits, whatever else is in the batch. Keys that a row does not see may hold anything, NaN too.
+    same bits, whatever else is in the batch, wherever pages lie and however much a cache has room for. Keys that a row
+    does not see may hold anything, NaN too. What `decode` says of caches that are copied and of graphs holds here too.
     The error is inside the bound of `cuflash.bounds`. The method is FlashAttention-2 [1]_ on the online softmax [2]_.
     On Hopper float32 whose larger head dim is 33 to 128 takes 6 bytes a number of q, k and v besides (4 for "tf32"),
     columns padded to 64 or 128, for each batch member also of an input that broadcasting stretches.
@@ -78,8 +93,16 @@ def forward(
     array([[1.   , 0.   , 0.   ],
            [0.5  , 0.5  , 0.   ],
            [0.333, 0.333, 0.333]], dtype=float32)
+
+    The last two rows of a sequence of three, whose keys lie in two pages of two.
+
+    >>> pages, table = np.arange(16, dtype=np.float32).reshape(4, 1, 2, 2), np.array([[3, 1]])
+    >>> rows = np.zeros((1, 1, 2, 2), np.float32)
+    >>> cuflash.forward(rows, pages, pages, lengths=np.array([3]), page_table=table, causal=True)
+    array([[[[13., 14.],
+             [10., 11.]]]], dtype=float32)
     """
-    return _launch.forward(q, k, v, scale, causal, window, precision, return_lse, out, engine)
+    return _launch.forward(q, k, v, lengths, page_table, scale, causal, window, precision, return_lse, out, engine)
 
 
 def backward(
@@ -195,7 +218,7 @@ def decode(
 ):  # fmt: skip
     """Attention of each sequence's newest rows against its cache, to which it may append their keys and values first.
 
-    On a GPU for float16 and bfloat16.
+    On a GPU for float16, bfloat16 and float32.
 
     Parameters
     ----------
@@ -263,7 +286,7 @@ def decode(
         As in `forward`, also for caches that cannot be appended to; for NumPy arrays also for lengths beyond the cache
         and pages that do not exist, of keys that are there before the call.
     NotImplementedError
-        For CuPy arrays of float32 and float64.
+        For CuPy arrays of float64.
 
     Notes
     -----

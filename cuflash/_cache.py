@@ -27,7 +27,7 @@ class _Sequence:
 
 
 class PagedCache:
-    """Keys and values of sequences that grow, in pages of one pool, for `decode`.
+    """Keys and values of sequences that grow, in pages of one pool, for `decode` and `forward`.
 
     A sequence owns pages, not a stretch of memory: it grows by a page at a time, and leaves its pages to others when
     it is freed [1]_. Sequences with a common beginning share its pages. To its user each sequence is a value of its
@@ -87,6 +87,15 @@ class PagedCache:
     >>> cuflash.decode(q, cache.k, cache.v, **cache.tables([first, second]))[:, 0, 0]
     array([[1.25, 1.25, 1.25, 1.25],
            [1.25, 1.25, 1.25, 1.25]], dtype=float32)
+
+    A prompt with a beginning that is in the cache already needs no more than its own rows.
+
+    >>> third = cache.fork(first, 3)
+    >>> cache.append(third, 3 * k[None, :, :2], 3 * v[None, :, :2])
+    >>> q = np.zeros((1, 1, 2, 4), np.float32)
+    >>> cuflash.forward(q, cache.k, cache.v, **cache.tables(third), causal=True)[0, 0]
+    array([[1.5, 1.5, 1.5, 1.5],
+           [1.8, 1.8, 1.8, 1.8]], dtype=float32)
     """
 
     def __init__(
@@ -314,7 +323,7 @@ class PagedCache:
         return self._keep("page_table", ids, lambda: self._page_table(ids, len(ids), width))
 
     def tables(self, ids, out=None):
-        """The keywords of `decode` that say where the keys of some sequences lie.
+        """The keywords of `decode` and `forward` that say where the keys of some sequences lie.
 
         Parameters
         ----------

@@ -20,7 +20,7 @@ from . import _compile, _numpy, _plan, _problem
 from ._dtypes import E4M3, ELEMENTS, KINDS
 from ._layout import Integers
 from ._tensor_map import tensor_map
-from ._variant import APPEND_POINTERS, DECODE_POINTERS
+from ._variant import APPEND_POINTERS, DECODE_POINTERS, FORWARD_POINTERS
 
 MOST_CALLS = 1024  # prepared calls that are kept
 
@@ -34,23 +34,29 @@ _kept = []  # what graphs read and write, whose replays do not end where a call 
 _lock = threading.Lock()
 
 
-def forward(q, k, v, scale, causal, window, precision, return_lse, out, engine):
+def forward(q, k, v, lengths, page_table, scale, causal, window, precision, return_lse, out, engine):
     """Run ``forward``: by a prepared call where one of its kind has been made before."""
-    given = (q, k, v) if out is None else (q, k, v, out)
-    key, call = _prepared(given, ("forward", return_lse, precision), scale, causal, window, engine)
+    inputs = {"q": q, "k": k, "v": v}
+    if lengths is not None:
+        inputs["lengths"] = lengths
+    if page_table is not None:
+        inputs["page_table"] = page_table
+    given = inputs.values() if out is None else (*inputs.values(), out)
+    kind = "forward", return_lse, precision, lengths is None, page_table is None
+    key, call = _prepared(given, kind, scale, causal, window, engine)
     if call is not None:
         if out is not None:
-            _problem.check_overlap("forward", "out", out, {"q": q, "k": k, "v": v})
-        return call(q, k, v, out)
-    q, k, v = (_problem.adopt("forward", name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+            _problem.check_overlap("forward", "out", out, inputs)
+        return call(inputs, out)
+    inputs = {name: _problem.adopt("forward", name, x) for name, x in inputs.items()}
     out = out if out is None else _problem.adopt("forward", "out", out)
     problem = _problem.forward(
-        q, k, v, scale=scale, causal=causal, window=window, precision=precision, return_lse=return_lse, out=out,
+        **inputs, scale=scale, causal=causal, window=window, precision=precision, return_lse=return_lse, out=out,
         engine=engine,
     )  # fmt: skip
     plan = make_plan(problem)
     call = (_NumpyForward if plan.engine == "numpy" else _GpuForward)(problem, plan)
-    result = call(q, k, v, out)
+    result = call(inputs, out)
     _keep(key, call)
     return result
 
@@ -186,11 +192,15 @@ class _NumpyForward:
         self.out = _Allocation(_plan.Buffer("out", (*shape, problem.value_dim), problem.dtype, problem.q.order))
         self.lse = shape, ELEMENTS[problem.dtype].lse
 
-    def __call__(self, q, k, v, out):
+    def __call__(self, inputs, out):
         problem = self.problem
         result = self.out(np.empty) if out is None else _problem.canonical(out, problem.batch)
         lse = np.empty(*self.lse) if problem.return_lse else None
-        _numpy.forward(problem, *(_problem.canonical(x, problem.batch) for x in (q, k, v)), result, lse)
+        if problem.cached:
+            _numpy.decode(problem, **({"page_table": None} | inputs), out=result, lse=lse)
+        else:
+            q, k, v = (_problem.canonical(x, problem.batch) for x in inputs.values())
+            _numpy.forward(problem, q, k, v, result, lse)
         out = _visible(result, problem) if out is None else out
         return (out, _visible(lse, problem)) if problem.return_lse else out
 
@@ -375,33 +385,41 @@ class _GpuForward(_Gpu):
 
     def __init__(self, problem, plan, backend=None):
         self.ticket = any(buffer.zeroed for buffer in plan.buffers)
-        pointers = " ".join(("q k v out lse", *(buffer.name for buffer in plan.buffers[2:])))
-        super().__init__(problem, plan, pointers, backend)
-        self.return_lse = problem.return_lse
+        kernel = plan.variant.kernel if plan.steps else "forward"
+        super().__init__(problem, plan, FORWARD_POINTERS.get(kernel, "q k v out lse"), backend)
+        self.return_lse, self.tables = problem.return_lse, ("lengths", "page_table") if problem.cached else ()
+        self.absent = (0,) * (len(self.names) - 5)
         self.out, self.lse, *self.parts = (_Allocation(buffer) for buffer in plan.buffers if not buffer.zeroed)
         if self.ticket:
             self.backend.counters(self.device, 1)  # so that there are some
 
-    def _run(self, q, k, v, out):
+    def _run(self, inputs, out):
         copies = self.copies
         if copies:
-            q, k, v = (
-                self._copied(copies[name], _problem.canonical(x, self.problem.batch)) if name in copies else x
-                for name, x in (("q", q), ("k", k), ("v", v))
-            )
+            inputs = {name: self._laid_out(copies[name], x) if name in copies else x for name, x in inputs.items()}
         result = self.out(self.empty) if out is None else out
         lse = self.lse(self.empty) if self.return_lse else None
         written = self._rows(copies["out"]) if "out" in copies else result
-        parts = [allocation(self.empty) for allocation in self.parts]
-        more = (self.backend.counters(self.device, 1),) if self.ticket else (x.data.ptr for x in parts)
+        parts, more = [allocation(self.empty) for allocation in self.parts], self.absent
+        if self.ticket:
+            more = (self.backend.counters(self.device, 1),)
+        elif self.tables or parts:
+            more = (0 if x is None else x.data.ptr for x in parts or map(inputs.get, self.tables))
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
         self._launch(q.data.ptr, k.data.ptr, v.data.ptr, written.data.ptr, 0 if lse is None else lse.data.ptr, *more)
         if written is not result:
             target = result if out is None else _problem.canonical(out, self.problem.batch)
             target[...] = written[..., : target.shape[-1]]
         if (copies or parts) and self.backend.is_capturing():
-            _kept.append((q, k, v, written, parts))
+            _kept.append((inputs, written, parts))
         out = _visible(result, self.problem) if out is None else out
         return (out, _visible(lse, self.problem)) if self.return_lse else out
+
+    def _laid_out(self, copy, array):
+        """What stands for an input that a kernel cannot address."""
+        if isinstance(copy, Integers):
+            return self.backend.integers(array, copy.lowest, copy.highest)
+        return self._copied(copy, array if self.tables else _problem.canonical(array, self.problem.batch))
 
 
 class _GpuBackward(_Gpu):

@@ -109,8 +109,8 @@ def _rotate(x, cos, sin, interleaved, work):
     return turned
 
 
-def decode(problem, q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, out, lse):
-    """Write ``out`` and, unless it is None, ``lse``; of sequence b the caches hold ``lengths[b]`` keys.
+def decode(problem, q, k, v, lengths, page_table, out, lse, k_scale=None, v_scale=None):
+    """Write ``out`` and, unless it is None, ``lse``; of sequence b the caches k and v hold ``lengths[b]`` keys.
 
     Rows of a sequence whose length is negative are NaN.
     """
@@ -130,7 +130,7 @@ def decode(problem, q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, 
 
     def run(task):
         b, head, tiles = task
-        keys, values = rows(k_cache, k_scale, b, head), rows(v_cache, v_scale, b, head)
+        keys, values = rows(k, k_scale, b, head), rows(v, v_scale, b, head)
         _forward_task(problem, tiles, q[b], keys, values, out[b], None if lse is None else lse[b], head)
 
     tasks = []

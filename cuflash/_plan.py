@@ -15,6 +15,7 @@ from ._problem import LONGEST, Operand
 from ._variant import Variant
 
 LOG2_E = 1.4426950408889634
+HALVES = ("float16", "bfloat16")
 LARGEST_GRID = 2**31 - 1
 MOST_TILES = 2**30  # that a ticket counts
 MOST_PARTS = 10**9  # of backward, some rows or a tile of keys each: blocks, tickets and counters fit 31 bits
@@ -194,8 +195,8 @@ def _precise_variant(dtype, head_dim, value_dim, limits):
     return next((each for each in choices if each.blocks_per_sm * (each.shared_bytes + 1024) <= room), choices[-1])
 
 
-def forward_variant(dtype, mask, head_dim, value_dim, limits):
-    """The portable engine's forward kernel for head dims as given."""
+def forward_variant(dtype, mask, head_dim, value_dim, limits, paged=0):
+    """The portable engine's forward kernel for head dims as given; ``paged`` that of a cache."""
     if dtype in ("float32", "float64"):
         return _precise_variant(dtype, head_dim, value_dim, limits)
     head_dim, value_dim = _padded(head_dim, value_dim)
@@ -217,7 +218,24 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits):
         tile_k = min(tile_k, 32)
     # q or out, then the stages of k and v; 48 bytes of facts a warp
     shared = 2 * (tile_q * widest + stages * tile_k * (head_dim + value_dim)) + 48 * warps
-    return Variant("forward", dtype, mask, head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared)
+    shared += paged * (2 * 16 * tile_k + 16)  # where the rows of two tiles lie, and flags
+    return Variant(
+        "forward", dtype, mask, head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared, paged=paged
+    )
+
+
+# Head dims of the kernel of caches, both alike, and one mask: few, and what is padded is not read.
+CACHE_DIMS = (64, 128, 256)
+
+
+def cache_dims(head_dim, value_dim):
+    """Head dims as forward on caches compiles them."""
+    return _alike(CACHE_DIMS, head_dim, value_dim)
+
+
+def cache_variant(dtype, head_dim, value_dim, limits):
+    """The portable engine's forward kernel of a cache for head dims as given."""
+    return forward_variant(dtype, "window", *cache_dims(head_dim, value_dim), limits, paged=1)
 
 
 def variants(limits):
@@ -229,6 +247,7 @@ def variants(limits):
         found |= {forward_variant(dtype, mask, *pair, limits): None for mask in masks for pair in pairs}
         found |= {decode_variant(dtype, dim, limits, rows): None for dim in DECODE_TILES for rows in (1, 17)}
         found |= {append_variant(dtype): None}
+        found |= {cache_variant(dtype, dim, dim, limits): None for dim in CACHE_DIMS}
         found |= {backward_variant(dtype, *pair, limits): None for pair in pairs}
         found |= {rows_variant(dtype): None, finish_variant(dtype): None}
         if not_hopper(limits) is None:
@@ -246,6 +265,7 @@ def variants(limits):
     found |= {float64_backward_variant(dim, dim, limits): None for dim in FLOAT64_BACKWARD_DIMS}
     found |= {rows_variant("float64"): None, finish_variant("float64"): None}
     found |= {decode_8bit_variant(kind, dim, limits): None for kind in FORMATS for dim in DECODE_8BIT_TILES}
+    found |= {decode_f32_variant(dim, limits): None for dim in DECODE_F32_TILES} | {append_variant("float32"): None}
     return tuple(found)
 
 
@@ -376,8 +396,35 @@ def decode_8bit_variant(kv_format, dim, limits):
     )  # fmt: skip
 
 
+# Tiles of decode from caches of float32, likewise, and blocks a multiprocessor: three sizes, one tile of rows.
+DECODE_F32_TILES = {
+    64: ((32, 3, 2, 2), (32, 2, 2, 2)),
+    128: ((16, 3, 2, 2), (16, 2, 2, 2)),
+    256: ((16, 3, 2, 1), (16, 2, 2, 1), (16, 1, 2, 1)),  # a ring is 64 KB
+}
+
+
+def decode_f32_dims(head_dim, value_dim):
+    """The same of decode from caches of float32."""
+    return _alike(DECODE_F32_TILES, head_dim, value_dim)
+
+
+def decode_f32_variant(dim, limits):
+    """The kernel of decode from caches of float32 for a padded head dim, of v too."""
+    tile_q = 8
+    for tile_k, warps, stages, blocks in DECODE_F32_TILES[dim]:
+        weights = 4 * tile_k * (tile_q + 4)
+        shared = 4 * tile_q * dim + warps * (8 * stages * tile_k * dim + 8 * tile_q + weights) + 16
+        found = Variant("decode_f32", "float32", "window", dim, dim, tile_q, tile_k, warps, blocks, stages, shared)
+        if shared <= limits.shared_bytes:
+            break
+    return found
+
+
 def decode_variant_of(kind, head_dim, value_dim, limits, rows=1):
     """The kernel of decode for caches of a dtype or format, head dims as given and so many packed rows."""
+    if kind == "float32":
+        return decode_f32_variant(decode_f32_dims(head_dim, value_dim)[0], limits)
     if kind in FORMATS:
         return decode_8bit_variant(kind, decode_8bit_dims(head_dim, value_dim)[0], limits)
     return decode_variant(kind, decode_dims(head_dim, value_dim)[0], limits, rows)
@@ -393,8 +440,8 @@ def append_variant(dtype):
 
 GPU_DTYPES = {
     "forward": tuple(ELEMENTS),
-    "backward": ("float16", "bfloat16", "float64"),
-    "decode": ("float16", "bfloat16"),
+    "backward": (*HALVES, "float64"),
+    "decode": (*HALVES, "float32"),
 }
 
 
@@ -402,10 +449,11 @@ def plan(problem, limits):
     """Choose engine, variant, copies and launches for a problem. ``limits`` is None where there is no GPU."""
     if problem.library == "numpy":
         return Plan("numpy", "the arrays are NumPy's")
-    wanted = GPU_DTYPES[problem.function]
+    wanted = HALVES if problem.cached else GPU_DTYPES[problem.function]
     if problem.dtype not in wanted:
+        cached = " with lengths" if problem.cached else ""
         raise NotImplementedError(
-            f"{problem.function}: has no GPU kernel for {problem.dtype} yet; "
+            f"{problem.function}: has no GPU kernel for {problem.dtype}{cached} yet; "
             f"wanted {', '.join(wanted[:-1])} or {wanted[-1]}, or NumPy arrays"
         )
     portable, hopper = {
@@ -436,6 +484,8 @@ def _not_for_hopper(problem):
     """Why the sm90 engine does not take a problem, or None."""
     if problem.function == "decode":
         return "decode waits for memory, which wgmma makes no faster"
+    if problem.cached:
+        return "rows of a cache lie where each is found, not as tensor maps have it"
     widest = max(problem.head_dim, problem.value_dim)
     if problem.dtype == "float64":
         return "wgmma has no float64"
@@ -563,7 +613,10 @@ def finish_variant(dtype):
 
 
 def _portable_forward(problem, limits, reason):
-    variant = forward_variant(problem.dtype, problem.mask.name, problem.head_dim, problem.value_dim, limits)
+    if problem.cached:
+        variant = cache_variant(problem.dtype, problem.head_dim, problem.value_dim, limits)
+    else:
+        variant = forward_variant(problem.dtype, problem.mask.name, problem.head_dim, problem.value_dim, limits)
     pack = _pack(problem, lambda pack: variant.tile_q)
     args, operands, _, copies, buffers = _forward(problem, pack, variant.tile_q)
     blocks = args["schedule"][0] * args["schedule"][2]
@@ -640,15 +693,19 @@ def _forward(problem, pack, tile_q, key_box=None):
     order = problem.q.order
     out = problem.out or Operand(out_shape, contiguous(out_shape, order, element.itemsize), True)
     tensors = key_box is not None
-    operands, copies, lengths, where = _layout.lay_out(
-        problem.batch,
-        {
-            "q": Use(problem.q, problem.dtype, 16, tensor=tensors, factor=factor),
-            "k": Use(problem.k, problem.dtype, 16, tensor=tensors),
-            "v": Use(problem.v, problem.dtype, 16, tensor=tensors),
-            "out": Use(out, problem.dtype, 16 if tensors else 1, written=True),  # in chunks, or element by element
-        },
-    )
+    uses = {
+        "q": Use(problem.q, problem.dtype, 16, tensor=tensors, factor=factor),
+        "k": Use(problem.k, problem.dtype, 16, tensor=tensors),
+        "v": Use(problem.v, problem.dtype, 16, tensor=tensors),
+        "out": Use(out, problem.dtype, 16 if tensors else 1, written=True),  # in chunks, or element by element
+    }
+    caches = {name: uses.pop(name) for name in ("k", "v")} if problem.cached else {}
+    operands, copies, lengths, where = _layout.lay_out(problem.batch, uses)
+    which = _shifts(problem)
+    if caches:  # pages are an axis of their own
+        _, more, _, there = _layout.lay_out(problem.k.shape[:1], caches)
+        paging, tables = _paging(problem)
+        where, copies, which = where | there, copies | more | tables, paging | _sides(problem)
     tiles = -(-problem.queries * pack // tile_q)
     head_blocks = problem.heads // pack
     heads = head_blocks * math.prod(problem.batch)
@@ -664,7 +721,7 @@ def _forward(problem, pack, tile_q, key_box=None):
         "value_dim": problem.value_dim,
         "head_blocks": head_blocks,
         "batches1": lengths[1],
-        **_shifts(problem),
+        **which,
         "scale_log2": scale * LOG2_E,
     }
     buffers = (
@@ -686,6 +743,14 @@ def _shifts(problem):
     full = {"full": (-problem.queries, problem.keys), "causal": (-problem.queries, problem.mask.end_shift)}
     shifts = full.get(problem.mask.name, (problem.mask.first_shift, problem.mask.end_shift))
     return dict(zip(("first_shift", "end_shift"), shifts, strict=True))
+
+
+def _sides(problem):
+    """What kernels of caches make the same of, where they know a sequence's length."""
+    left, right = problem.window or (None, None)
+    right = min(LONGEST if right is None else right, 0 if problem.causal else LONGEST)
+    left = LONGEST if left is None else min(left, LONGEST)
+    return {"left": left, "right": right, "top_left": int(problem.causal == "top-left")}
 
 
 def _whole_rows(pack):
@@ -773,8 +838,6 @@ def _portable_decode(problem, limits, reason):
     where, copies = where | there, copies | more
     paging, tables = _paging(problem)
     copies |= tables
-    left, right = problem.window or (None, None)
-    right = min(LONGEST if right is None else right, 0 if problem.causal else LONGEST)
     args = {
         **{f"{name}_strides": places for name, places in where.items()},
         "queries": problem.queries,
@@ -789,9 +852,7 @@ def _portable_decode(problem, limits, reason):
         "splits": splits,
         "fewest": fewest,
         **paging,
-        "left": LONGEST if left is None else min(left, LONGEST),
-        "right": right,
-        "top_left": int(problem.causal == "top-left"),
+        **_sides(problem),
         "out_vectors": int(_layout.in_chunks(operands["out"], element.itemsize)),
         "bfloat16": int(problem.dtype == "bfloat16"),
         "scale_log2": scale * LOG2_E,

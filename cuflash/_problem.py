@@ -87,9 +87,10 @@ class Problem:
     dq: Operand | None = None
     dk: Operand | None = None
     dv: Operand | None = None
-    # Of decode, whose k and v have pages, or sequences, along their first axis; keys is what a sequence has room for.
+    # Of caches, whose k and v have pages, or sequences, along their first axis; keys is what a sequence has room for.
     lengths: Table | None = None
     page_table: Table | None = None
+    # Of decode.
     kv_format: str | None = None  # of 8-bit caches; None: they are of q's dtype
     k_scale: Table | None = None
     v_scale: Table | None = None
@@ -101,6 +102,11 @@ class Problem:
     overflow: Table | None = None
     splits: int | None = None
     batch_invariant: bool = False
+
+    @property
+    def cached(self):
+        """Whether it is a forward whose keys lie in a cache."""
+        return self.function == "forward" and self.lengths is not None
 
     @property
     def appended(self):
@@ -442,11 +448,69 @@ def _batch(function, arrays):
         raise ValueError(f"{function}: leading axes are {shapes}; wanted shapes that broadcast together") from None
 
 
-def _describe(function, inputs, scale, causal, window, engine):
-    found, device = _common_library(function, inputs)
+def _cache_sizes(function, inputs, tables):
+    """Sizes of q and of caches k and v, by name; keys are those that a sequence has room for."""
+    names, (q, k, v) = tuple(inputs), inputs.values()
+    lengths, page_table = (tables.get(name) for name in ("lengths", "page_table"))
+    for name, array in inputs.items():
+        if array.ndim != 4:
+            raise ValueError(f"{function}: {name} has shape {array.shape}; wanted 4 axes")
+    sizes = _sizes(function, q, k, v, names)
+    for name, array in tables.items():
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"{function}: {name} has dtype {array.dtype}; wanted integers")
+    sequences = q.shape[0]
+    if page_table is None:
+        for name in names[1:]:
+            if inputs[name].shape[0] != sequences:
+                raise ValueError(
+                    f"{function}: {name} has {inputs[name].shape[0]} sequences, q has {sequences}; they must be equal"
+                )
+    else:
+        if v.shape[0] != k.shape[0]:
+            raise ValueError(
+                f"{function}: {names[2]} has {v.shape[0]} pages, {names[1]} has {k.shape[0]}; they must be equal"
+            )
+        if page_table.ndim != 2 or page_table.shape[0] != sequences:
+            raise ValueError(
+                f"{function}: page_table has shape {page_table.shape}; wanted ({sequences}, pages a sequence)"
+            )
+        if lengths is None:
+            raise ValueError(f"{function}: lengths is None, page_table is given; wanted the length of each sequence")
+        sizes["keys"] *= page_table.shape[1]
+        if sizes["keys"] > LONGEST:
+            raise ValueError(
+                f"{function}: page_table has room for {sizes['keys']} keys a sequence; wanted at most {LONGEST}"
+            )
+    if lengths is not None and lengths.shape != (sequences,):
+        raise ValueError(f"{function}: lengths has shape {lengths.shape}; wanted ({sequences},)")
+    return sizes
+
+
+def _given(**arrays):
+    """Those that are not None, by name."""
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def _tables(arrays):
+    return {name: Table(name, x.shape, x.strides, x.dtype.name) for name, x in arrays.items()}
+
+
+def _describe(function, inputs, scale, causal, window, engine, tables=None):
+    """The problem but for results; with ``tables`` k and v are caches."""
+    tables = tables or {}
+    found, device = _common_library(function, inputs | tables)
     dtype = _common_dtype(function, inputs)
-    sizes = _sizes(function, *(inputs[name] for name in ("q", "k", "v")))
-    batch = _batch(function, {name: inputs[name] for name in ("q", "k", "v")})
+    operands = {name: inputs[name] for name in ("q", "k", "v")}
+    if tables:
+        sizes = _cache_sizes(function, operands, tables)
+        batches = {name: x.shape[:1] for name, x in operands.items()}
+        if found == "numpy":
+            _check_tables(function, tables, sizes["keys"], operands["k"])
+    else:
+        sizes = _sizes(function, *operands.values())
+        batches = dict.fromkeys(operands, _batch(function, operands))
+    batch = batches["q"]
     if max(batch, default=0) > LARGEST_AXIS:
         raise ValueError(f"{function}: a leading axis has length {max(batch)}; wanted at most {LARGEST_AXIS}")
     causal, window = _causal(function, causal), _window(function, window)
@@ -461,18 +525,21 @@ def _describe(function, inputs, scale, causal, window, engine):
         causal=causal,
         window=window,
         mask=_masks.make(sizes["queries"], sizes["keys"], causal, window),
-        **{name: _operand(inputs[name], batch) for name in ("q", "k", "v")},
+        **{name: _operand(x, batches[name]) for name, x in operands.items()},
+        **_tables(tables),
         **sizes,
     )
 
 
-def forward(q, k, v, *, scale, causal, window, return_lse, out, engine, precision=None):
+def forward(
+    q, k, v, *, scale, causal, window, return_lse, out, engine, lengths=None, page_table=None, precision=None
+):  # fmt: skip
     """Validate a call of ``forward``."""
-    inputs = {"q": q, "k": k, "v": v}
-    problem = _describe("forward", inputs, scale, causal, window, engine)
+    inputs, tables = {"q": q, "k": k, "v": v}, _given(lengths=lengths, page_table=page_table)
+    problem = _describe("forward", inputs, scale, causal, window, engine, tables)
     if out is not None:
         _common_library("forward", {"q": q, "out": out})
-        _result("forward", "out", out, problem.out_shape, q.dtype, inputs)
+        _result("forward", "out", out, problem.out_shape, q.dtype, inputs | tables)
     precision = _precision("forward", precision, problem.dtype)
     out = None if out is None else _operand(out, problem.batch)
     return replace(problem, precision=precision, return_lse=bool(return_lse), out=out)
@@ -511,8 +578,8 @@ def decode(
     """Validate a call of ``decode``."""
     names = ("q", "k_cache", "v_cache")
     inputs = dict(zip(names, (q, k_cache, v_cache), strict=True))
-    tables = {name: x for name, x in (("lengths", lengths), ("page_table", page_table)) if x is not None}
-    scales = {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
+    tables = _given(lengths=lengths, page_table=page_table)
+    scales = _given(k_scale=k_scale, v_scale=v_scale)
     new = _pair("decode", {"k_new": k_new, "v_new": v_new})
     angles = dict(zip(ROTARY, rotary_pair(rotary), strict=False))
     found, device = _common_library("decode", inputs | tables | scales | new | angles)
@@ -521,36 +588,8 @@ def decode(
         raise ValueError(f"decode: k_new is given, k_cache has dtype {k_cache.dtype}; wanted caches of 16 bits or more")
     dtype = _common_dtype("decode", {"q": q} if kv_format else inputs | new)
     _check_formats(inputs, scales, kv_format)
-    for name, array in inputs.items():
-        if array.ndim != 4:
-            raise ValueError(f"decode: {name} has shape {array.shape}; wanted 4 axes")
-    sizes = _sizes("decode", q, k_cache, v_cache, names)
-    for name, array in tables.items():
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"decode: {name} has dtype {array.dtype}; wanted integers")
-    sequences = q.shape[0]
-    if page_table is None:
-        for name in names[1:]:
-            if inputs[name].shape[0] != sequences:
-                raise ValueError(
-                    f"decode: {name} has {inputs[name].shape[0]} sequences, q has {sequences}; they must be equal"
-                )
-        capacity = sizes["keys"]
-    else:
-        if v_cache.shape[0] != k_cache.shape[0]:
-            raise ValueError(
-                f"decode: v_cache has {v_cache.shape[0]} pages, k_cache has {k_cache.shape[0]}; they must be equal"
-            )
-        if page_table.ndim != 2 or page_table.shape[0] != sequences:
-            raise ValueError(f"decode: page_table has shape {page_table.shape}; wanted ({sequences}, pages a sequence)")
-        if lengths is None:
-            raise ValueError("decode: lengths is None, page_table is given; wanted the length of each sequence")
-        capacity = sizes["keys"] * page_table.shape[1]
-        if capacity > LONGEST:
-            raise ValueError(f"decode: page_table has room for {capacity} keys a sequence; wanted at most {LONGEST}")
+    sizes, sequences = _cache_sizes("decode", inputs, tables), q.shape[0]
     _check_scales(scales, k_cache.shape)
-    if lengths is not None and lengths.shape != (sequences,):
-        raise ValueError(f"decode: lengths has shape {lengths.shape}; wanted ({sequences},)")
     if new and lengths is None:
         raise ValueError("decode: lengths is None, k_new is given; wanted the length of each sequence without it")
     for name, like in (("k_new", k_cache), ("v_new", v_cache)) if new else ():
@@ -559,8 +598,7 @@ def decode(
     if angles:
         _check_angles(angles, q)
     if found == "numpy" and lengths is not None:
-        appended = sizes["queries"] if new else 0
-        _check_tables(lengths, page_table, capacity, k_cache.shape[0], sizes["keys"], appended)
+        _check_tables("decode", tables, sizes["keys"], k_cache, sizes["queries"] if new else 0)
     read = {"q": q} | tables | new | angles
     written = _check_written(read, k_cache, v_cache, overflow) if new else {}
     if overflow is not None and not new:
@@ -579,9 +617,9 @@ def decode(
         scale=_scale("decode", scale, sizes["head_dim"]),
         causal=causal,
         window=window,
-        mask=_masks.make(sizes["queries"], capacity, causal, window),
+        mask=_masks.make(sizes["queries"], sizes["keys"], causal, window),
         return_lse=bool(return_lse),
-        **{**sizes, "keys": capacity},
+        **sizes,
         q=_operand(q, batch),
         k=_operand(k_cache, k_cache.shape[:1]),
         v=_operand(v_cache, v_cache.shape[:1]),
@@ -590,7 +628,7 @@ def decode(
         splits=_splits(splits),
         batch_invariant=bool(batch_invariant),
         kv_format=kv_format,
-        **{name: Table(name, x.shape, x.strides, x.dtype.name) for name, x in (described | scales).items()},
+        **_tables(described | scales),
     )
     if out is None:
         return problem
@@ -691,21 +729,24 @@ def _check_written(read, k_cache, v_cache, overflow):
     return written
 
 
-def _check_tables(lengths, page_table, capacity, pages, page_size, appended):
+def _check_tables(function, tables, capacity, cache, appended=0):
     """Values of lengths and page_table, where the host can read them.
 
     A length that leaves no room for an append is no mistake: it is what ``overflow`` tells.
     """
+    lengths, page_table, (pages, _, page_size, _) = tables["lengths"], tables.get("page_table"), cache.shape
     for b, length in enumerate(lengths.tolist()):
         if not 0 <= length <= capacity - appended:
             if appended:
                 continue
-            raise ValueError(f"decode: lengths[{b}] is {length}; wanted 0 to {capacity}, what the cache can hold")
+            raise ValueError(f"{function}: lengths[{b}] is {length}; wanted 0 to {capacity}, what the cache can hold")
         if page_table is None:
             continue
         for column, page in enumerate(page_table[b, : -(-length // max(page_size, 1))].tolist()):
             if not 0 <= page < pages:
-                raise ValueError(f"decode: page_table[{b}, {column}] is {page}; wanted a page from 0 to {pages - 1}")
+                raise ValueError(
+                    f"{function}: page_table[{b}, {column}] is {page}; wanted a page from 0 to {pages - 1}"
+                )
 
 
 def quantize(x, kv_format, axis):

@@ -20,7 +20,11 @@ _STEPS = np.dtype([(name, np.int64) for name in ("batch", "head", "row", "column
 _SCHEDULE = np.dtype([("tiles", np.int32), ("section", np.int32), ("heads", np.int64)])
 _TENSOR_MAP = np.dtype("V128")
 
-PARTS_POINTERS = "q k v out lse q_parts k_parts v_parts"
+FORWARD_POINTERS = {  # by kernel; of others the first five
+    "forward": "q k v out lse lengths page_table",
+    "forward_f32_sm90": "q k v out lse q_parts k_parts v_parts",
+    "forward_sm90": "q k v out lse ticket",
+}
 DECODE_POINTERS = "q k v out lse lengths page_table k_scale v_scale parts arrived"
 APPEND_POINTERS = "q k_new v_new k v rotated cos sin lengths page_table totals overflow"
 
@@ -48,7 +52,7 @@ def _args(scale_log2, pointers="q k v out lse", maps="", wide="", sizes=""):
             *((f"{name}_strides", _STRIDES) for name in ("q", "k", "v", "out")),
             ("schedule", _SCHEDULE),
             *((name, np.int64) for name in wide.split()),
-            *((name, np.int32) for name in sizes.split()),
+            *((name, np.uint32 if name == "page_multiplier" else np.int32) for name in sizes.split()),
             ("scale_log2", scale_log2),
         ]
     )
@@ -117,21 +121,28 @@ _OFFSET_OF = """\
 # Kernel file and the twin of its struct Args, by kernel; of kernels for several dtypes of sums, the twins by these.
 _BACKWARD_ARGS = {name: _backward_args(scale=name) for name in ("float32", "float64")}
 KERNELS = {
-    "forward": ("forward.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
+    "forward": (
+        "forward.cu",
+        _args(
+            np.float32, FORWARD_POINTERS["forward"], wide="first_block length_stride table_stride table_step",
+            sizes="out_vectors pages page_size page_multiplier page_shift left right top_left",
+        ),
+    ),
     "forward_f32": ("forward_f32.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
-    "forward_parts": ("forward_parts.cu", _args(np.float32, PARTS_POINTERS, wide="query_blocks key_blocks")),
+    "forward_parts": ("forward_parts.cu", _args(np.float32, FORWARD_POINTERS["forward_f32_sm90"], wide="query_blocks key_blocks")),
     "forward_f32_sm90": (
         "forward_f32_sm90.cu",
-        _args(np.float32, PARTS_POINTERS, "q_map k_map v_map", wide="first_block", sizes="out_vectors"),
+        _args(np.float32, FORWARD_POINTERS["forward_f32_sm90"], "q_map k_map v_map", wide="first_block", sizes="out_vectors"),
     ),
     "forward_f64": ("forward_f64.cu", _args(np.float64, wide="first_block", sizes="out_vectors")),
     "forward_sm90": (
         "forward_sm90.cu",
-        _args(np.float32, "q k v out lse ticket", "q_map k_map v_map out_map", sizes="out_boxes blocks rows"),
+        _args(np.float32, FORWARD_POINTERS["forward_sm90"], "q_map k_map v_map out_map", sizes="out_boxes blocks rows"),
     ),
     "append": ("append.cu", _append_args()),
     "decode": ("decode.cu", _decode_args()),
     "decode_8bit": ("decode_8bit.cu", _decode_args()),
+    "decode_f32": ("decode_f32.cu", _decode_args()),
     "backward_rows": ("backward_rows.cu", _BACKWARD_ARGS),
     "backward": ("backward.cu", _backward_args()),
     "backward_f64": ("backward_f64.cu", _BACKWARD_ARGS["float64"]),
@@ -177,6 +188,7 @@ class Variant:
     vector_adds: int = 0  # backward: whether the device adds four floats at once
     parts: int = 0  # float32: bfloat16 that a number is split into
     converts: int = 0  # decode: whether the device converts E4M3
+    paged: int = 0  # forward: whether keys and values lie in a cache
 
     @property
     def name(self):
@@ -187,6 +199,7 @@ class Variant:
         more += f"_e{self.early}" * (self.early > 0) + f"_p{self.parts}" * (self.parts > 0)
         mask = f"_{self.mask}" if self.forward else ""  # always the most general elsewhere
         more += "" if self.ordered else "_unordered"
+        more += "_paged" * self.paged
         return f"{self.kernel}_{KINDS[self.element].short}{mask}_{dims}_{tiles}_s{self.stages}{more}"
 
     @property
@@ -240,6 +253,7 @@ class Variant:
             "parts": ("forward_f32", "forward_f32_sm90", "forward_parts"),
             "vector_adds": ("backward",),
             "converts": ("decode_8bit",),
+            "paged": ("forward",),
         }
         return self.kernel in owners.get(field.name, ("forward_sm90",))
 
@@ -247,6 +261,11 @@ class Variant:
     def function(self):
         """The function that it is for."""
         return "decode" if self.kernel == "append" else self.kernel.split("_")[0]
+
+    @property
+    def caches(self):
+        """Whether its keys lie in caches."""
+        return bool(self.paged) or self.function == "decode"
 
     @property
     def forward(self):

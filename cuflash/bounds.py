@@ -220,6 +220,8 @@ def _paths():
 
 
 PATHS = _paths()
+# Float32 of decode: not split, and summed tile by tile all the same.
+_MULTIPLY_ADDS = replace(PATHS["portable float32"], u_sum=2.0**-24, u_weight=0.0, product=0, tiny=2.0**-126)
 
 
 def path_of(path):
@@ -235,6 +237,17 @@ class Bounded:
     lse: np.ndarray
     out_bound: np.ndarray
     lse_bound: np.ndarray
+
+    def take(self, b, part):
+        """Make a part what the results of sequence b are."""
+        for name in ("out", "lse", "out_bound", "lse_bound"):
+            getattr(self, name)[b] = getattr(part, name)
+
+
+def _unknown(shape):
+    """Results of a shape of which nothing is known: NaN."""
+    shapes = shape, shape[:-1]
+    return Bounded(*(np.full(shape, np.nan) for shape in shapes), *(np.zeros(shape) for shape in shapes))
 
 
 def worst(actual, bounded):
@@ -278,12 +291,12 @@ def ratio(actual, exact, bound):
     return np.where(alike, 0.0, np.where(np.isnan(within), np.inf, within))
 
 
-def forward(q, k, v, *, path, scale=None, causal=False, window=None, rows=None):
+def forward(q, k, v, *, path, lengths=None, page_table=None, scale=None, causal=False, window=None, rows=None):
     """Exact out and lse, and the error that `cuflash.forward` may make on a path.
 
     Parameters
     ----------
-    q, k, v, scale, causal, window, rows
+    q, k, v, lengths, page_table, scale, causal, window, rows
         As in `cuflash.reference.forward`.
     path : str or Path
         Engine and dtype, such as "portable bfloat16", or constants of your own. Of float32 with ``precision="tf32"``
@@ -299,7 +312,13 @@ def forward(q, k, v, *, path, scale=None, causal=False, window=None, rows=None):
     >>> bool(forward(x, x, x, path="numpy float32").out_bound.max() < 1e-5)
     True
     """
-    return _forward(q, k, v, None, path=path_of(path), scale=scale, causal=causal, window=window, rows=rows)
+    given = {"path": path_of(path), "scale": scale, "causal": causal, "window": window, "rows": rows}
+    if lengths is None:
+        return _forward(q, k, v, None, **given)
+    results = _unknown((*q.shape[:2], q.shape[2] if rows is None else len(rows), v.shape[-1]))
+    for b, operands in enumerate(sequences(q, k, v, lengths, page_table)):
+        results.take(b, _forward(*operands, None, **given))
+    return results
 
 
 def _forward(q, k, v, errors, *, path, scale, causal, window, rows=None, value_scales=None):
@@ -345,6 +364,8 @@ def decode(
     Bounded
     """
     path = path_of(path)
+    if path == PATHS["portable float32"]:
+        path = _MULTIPLY_ADDS
     if path.lag:
         path = replace(path, merges=2)
     scaled = None
@@ -356,8 +377,7 @@ def decode(
     followed = path.lag > 0 and v_scale is not None and v_scale.ndim > 1  # by the reference
     operands = q, k_cache, v_cache, lengths, page_table
     appended = {"k_new": k_new, "v_new": v_new, "rotary": rotary, "rotary_interleaved": rotary_interleaved}
-    shapes = [(*q.shape[:-1], v_cache.shape[-1]), q.shape[:-1]]
-    results = Bounded(*(np.full(shape, np.nan) for shape in shapes), *(np.zeros(shape) for shape in shapes))
+    results = _unknown((*q.shape[:-1], v_cache.shape[-1]))
     rounded = sequences(*operands, **appended, rotate=partial(rotation_error, path=path))
     for b, (exact, error) in enumerate(zip(sequences(*operands, **appended), rounded, strict=True)):
         one, value_scales = path, None
@@ -375,8 +395,7 @@ def decode(
         part = _forward(
             *exact, errors, path=one, scale=scale, causal=causal, window=window, value_scales=value_scales
         )
-        for name in ("out", "lse", "out_bound", "lse_bound"):
-            getattr(results, name)[b] = getattr(part, name)
+        results.take(b, part)
     return results
 
 

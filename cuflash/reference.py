@@ -59,14 +59,14 @@ def visible(queries, keys, *, causal=False, window=None, rows=None):
     return mask
 
 
-def forward(q, k, v, *, scale=None, causal=False, window=None, rows=None):
+def forward(q, k, v, *, lengths=None, page_table=None, scale=None, causal=False, window=None, rows=None):
     """Out and lse of attention in float64.
 
     Parameters
     ----------
     q, k, v : arrays, shapes (..., heads, queries, head_dim), (..., key_heads, keys, head_dim or value_dim)
         As in `cuflash.forward`.
-    scale, causal, window
+    lengths, page_table, scale, causal, window
         As in `cuflash.forward`.
     rows : array of int, optional
         The query rows wanted; results then have these only.
@@ -82,6 +82,10 @@ def forward(q, k, v, *, scale=None, causal=False, window=None, rows=None):
     >>> forward(x, x, x, scale=0)[1]
     array([0.69314718, 0.69314718])
     """
+    if lengths is not None:
+        cache = {"lengths": lengths, "page_table": page_table}
+        whole = decode(q, k, v, **cache, scale=scale, causal=causal, window=window)
+        return tuple(x if rows is None else x[:, :, rows] for x in whole)
     heads = Heads(q, k, v)
     mask = visible(heads.queries, heads.keys, causal=causal, window=window, rows=rows)
     chosen = slice(None) if rows is None else rows

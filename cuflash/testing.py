@@ -13,7 +13,8 @@ and each check asks one thing of an attention for a recipe, and raises Assertion
 ``my_attention(q, k, v, *, scale, causal, window, return_lse)`` behaves as `cuflash.forward` does. Checks take, after
 it and the recipe, ``xp`` (numpy or cupy: whose arrays to pass) and ``path`` (whose constants the bound uses, by
 default "numpy <dtype>" or "portable <dtype>"). `forward_checks`, `gradient_checks` and, for `CacheRecipe`s,
-`decode_checks` hold them all. There is no tolerance here: everything is judged by `cuflash.bounds`, or by bits.
+`decode_checks` and `prefill_checks` (those of forward on such caches) hold them all. There is no tolerance here:
+everything is judged by `cuflash.bounds`, or by bits.
 """
 
 from dataclasses import dataclass, replace
@@ -215,6 +216,8 @@ def problems(draw, *, dtypes=DTYPES, max_length=160, max_head_dim=256, layouts=L
 PAGE_SIZES = (None, None, None, 1, 2, 16, 7, 48, 64, 300)
 CACHE_FORMATS = (None, "int8", "e4m3")
 CACHE_SCALES = ("slot", "head", None)
+FEW_ROWS = (1, 1, 1, 1, 1, 2, 2, 3, 5, 16, 17, 40, 0)  # of decode
+MANY_ROWS = (1, 2, 7, 16, 33, 64, 65, 127, 128, 130, 0)  # of forward
 CACHE_LAYOUTS = ("contiguous", "swapped", "offset", "strided", "reversed", "stepped")
 
 
@@ -451,12 +454,13 @@ def _scales_of(values):
 
 
 def cache_recipe(
-    choose, *, dtypes=("float16", "bfloat16"), formats=CACHE_FORMATS, max_length=160, max_head_dim=256, appends=True
-):
+    choose, *, dtypes=("float16", "bfloat16"), formats=CACHE_FORMATS, max_length=160, max_head_dim=256, appends=True,
+    queries=FEW_ROWS,
+):  # fmt: skip
     """A `CacheRecipe` of choices, each by ``choose(options)`` from a sequence, of which the first is the simplest.
 
     ``formats`` are those of caches beside queries of 16 bits; ``(None,)`` for an attention that knows no others.
-    Without ``appends`` none appends or rotates.
+    Without ``appends`` none appends or rotates. ``queries`` are numbers of rows.
     """
 
     def length():
@@ -485,7 +489,7 @@ def cache_recipe(
         page_size=page_size,
         heads=heads,
         key_heads=key_heads,
-        queries=choose((1, 1, 1, 1, 1, 2, 2, 3, 5, 16, 17, 40, 0)),
+        queries=choose(queries),
         head_dim=head_dim,
         value_dim=choose((head_dim, width())),
         dtype=dtype,
@@ -516,13 +520,23 @@ def caches(draw, **options):
     return cache_recipe(lambda among: draw(st.sampled_from(among)), **options)
 
 
+def prefills(**options):
+    """The same of recipes for `cuflash.forward`, which neither appends nor knows caches of 8 bits."""
+    return caches(**({"formats": (None,), "appends": False, "queries": MANY_ROWS} | options))
+
+
+def strategy_of(check):
+    """The strategy of the recipes that a check takes."""
+    return prefills if check in prefill_checks else caches if check in decode_checks else problems
+
+
 def fuzz(check, attention, *, examples=100, xp=np, path=None, **strategy):
     """Run a check on that many recipes, the same ones each time.
 
     Parameters
     ----------
     check : function
-        One of `forward_checks`, `gradient_checks` or `decode_checks`.
+        One of `forward_checks`, `gradient_checks`, `prefill_checks` or `decode_checks`.
     attention : function
         Behaves as `cuflash.forward`, for the last of them as `cuflash.decode`.
     examples : int
@@ -530,7 +544,7 @@ def fuzz(check, attention, *, examples=100, xp=np, path=None, **strategy):
     xp, path
         As checks take them.
     **strategy
-        Keywords of `problems`, or of `caches`.
+        Keywords of `problems`, or of `caches` or `prefills`.
 
     Raises
     ------
@@ -542,7 +556,7 @@ def fuzz(check, attention, *, examples=100, xp=np, path=None, **strategy):
         max_examples=examples, deadline=None, database=None, derandomize=True, report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    @given((caches if check in decode_checks else problems)(**strategy))
+    @given(strategy_of(check)(**strategy))
     def holds(recipe):
         check(attention, recipe, xp, path)
 
@@ -1028,6 +1042,55 @@ decode_checks = (
     check_decode_hidden_keys,
     check_decode_append,
     check_decode_overflow,
+)
+
+
+# Checks of forward on caches --------------------------------------------------------------------------------------
+
+
+def as_decode(forward):
+    """A forward of caches as a decode that neither splits keys nor appends."""
+
+    def decode(q, k, v, *, splits=None, batch_invariant=False, **keywords):
+        return forward(q, k, v, **keywords)
+
+    return decode
+
+
+def _of_forward(check):
+    """A check of decode as one of forward."""
+
+    def checked(attention, recipe, xp=np, path=None):
+        check(as_decode(attention), recipe, xp, path)
+
+    checked.__name__, checked.__doc__ = check.__name__.replace("decode", "prefill"), check.__doc__
+    return checked
+
+
+def check_prefill_is_forward(attention, recipe, xp=np, path=None):
+    """Each sequence by itself, its keys side by side, gives the same within twice the bound."""
+    values = recipe.values()
+    q, k, v, tables = recipe.arrays(xp, values)
+    out, lse = attention(q, k, v, return_lse=True, **tables, **recipe.keywords)
+    for b, length in enumerate(recipe.lengths):
+        one = [xp.asarray(x) for x in (values[0][b], values[1][b, :, :length], values[2][b, :, :length])]
+        bounded = _bounded(recipe, one, path)
+        _assert_agree(f"sequence {b}", (out[b], lse[b]), _run(attention, recipe, one), bounded)
+
+
+check_prefill_bound = _of_forward(check_decode_bound)
+check_prefill_placement = _of_forward(check_decode_placement)
+check_prefill_one_by_one = _of_forward(check_decode_one_by_one)
+check_prefill_rerun = _of_forward(check_decode_rerun)
+check_prefill_hidden_keys = _of_forward(check_decode_hidden_keys)
+
+prefill_checks = (
+    check_prefill_bound,
+    check_prefill_placement,
+    check_prefill_one_by_one,
+    check_prefill_rerun,
+    check_prefill_hidden_keys,
+    check_prefill_is_forward,
 )
 
 

@@ -1,5 +1,5 @@
 // The step before decode's: the newest keys and values of sequences go into their caches, and q and keys are rotated
-// to their positions; for 16-bit elements, on any GPU since sm_80.
+// to their positions; for elements of 16 bits or float32, on any GPU since sm_80.
 //
 //   k_new, v_new (sequences, key_heads, queries, head_dim or value_dim) -> k, v from position `lengths` on
 //   q (sequences, heads, queries, head_dim) -> rotated, where there are tables cos and sin (positions, half)
@@ -16,6 +16,8 @@
 //
 // What limits speed: the launch, and waiting for a length, a page and a row, one after the other. So rows are spread as
 // thin as warps allow.
+#include "cache.cuh"
+#include "element.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
 
@@ -99,7 +101,7 @@ __device__ __forceinline__ void copy_row(const char* from, const Steps& source, 
 }
 
 __device__ __forceinline__ float angle_part(const char* address, bool wide) {
-    return wide ? load_global<float>(address) : to_float(load_global<Element>(address));
+    return wide ? load_global<float>(address) : to_real(load_global<Element>(address));
 }
 
 // Columns beyond the pairs are copied.
@@ -109,14 +111,13 @@ __device__ __forceinline__ void rotate_row(const Args& args, const char* from, c
     const char* sin = args.sin + position * args.sin_step;
     for (int n = lane_index(); n < args.half; n += WARP) {
         const int d = args.interleaved ? 2 * n : n, e = args.interleaved ? 2 * n + 1 : n + args.half;
-        const float x = to_float(load_global<Element>(from + d * source.column));
-        const float y = to_float(load_global<Element>(from + e * source.column));
+        const float x = to_real(load_global<Element>(from + d * source.column));
+        const float y = to_real(load_global<Element>(from + e * source.column));
         const float c = angle_part(cos + n * args.cos_column, args.wide);
         const float s = angle_part(sin + n * args.sin_column, args.wide);
-        const uint32 pair = cvt_pair(Element{}, fused_multiply_add(x, c, -multiply(y, s)),
-                                     fused_multiply_add(y, c, multiply(x, s)));
-        store_global(to + d * target.column, Element{static_cast<unsigned short>(pair)});
-        store_global(to + e * target.column, Element{static_cast<unsigned short>(pair >> 16)});
+        const float turned = fused_multiply_add(x, c, -multiply(y, s));
+        store_global(to + d * target.column, rounded<Element>(turned));
+        store_global(to + e * target.column, rounded<Element>(fused_multiply_add(y, c, multiply(x, s))));
     }
     copy<Element>(from, source.column, to, target.column, 2 * args.half, args.head_dim);
 }
@@ -126,9 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_app
     if (item >= args.items) return;
     const int sequence = args.first_sequence + static_cast<int>(item / args.rows);
     const int row = static_cast<int>(item % args.rows);
-    const char* table = args.page_table == nullptr ? nullptr : args.page_table + sequence * args.table_stride;
-    const Pages pages = {table, args.table_step, sequence, args.pages,
-                         {args.page_size, args.page_multiplier, args.page_shift}};
+    const Pages pages = pages_of(args, sequence);
     const Span span = span_of(args, sequence, pages);
     if (row == 0 && lane_index() == 0) {
         store_global(args.totals + static_cast<int64>(sequence) * sizeof(int), span.fits ? span.total : -1);

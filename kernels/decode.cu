@@ -88,11 +88,9 @@ __device__ __forceinline__ void leave(const Out& out, const Rows& rows, uint32 r
 // A row again, by the careful path, with all keys that it sees.
 __device__ __noinline__ void careful_decode(const Args& args, int row, char* out, char* lse, int first, int end) {
     const Paged place = locate(args);
-    const Pages pages = pages_of(args, place);
+    const Pages pages = pages_of(args, place.sequence);
     auto row_of = [&](const char* base, const Strides& strides, int j) {
-        const int page = pages.size.divide(j);
-        const int row = j - page * pages.size.value;
-        return base + strides.offset(0, pages.number(page), place.key_head) + row * strides.row;
+        return pages.row(base, strides, pages.number(pages.size.divide(j)), place.key_head, j);
     };
     careful_row_at<Element>(
         args, place.row(args.q, args.q_strides, row), [&](int j) { return row_of(args.k, args.k_strides, j); },
@@ -101,10 +99,10 @@ __device__ __noinline__ void careful_decode(const Args& args, int row, char* out
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_decode(const __grid_constant__ Args args) {
     const Paged place = locate(args);
-    const Mask mask = mask_of(args, place);
+    const Mask mask = mask_of(args, place.sequence, args.capacity);
     const Work work = work_of(args, mask, place);
     if (place.split >= work.splits) return;
-    const Pages pages = pages_of(args, place);
+    const Pages pages = pages_of(args, place.sequence);
     const Scaled score{args.scale_log2};
     const uint32 shared = shared_memory();
     const uint32 ring = shared + RINGS_START + warp_index() * RING_BYTES;
@@ -132,13 +130,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
     };
     const bool missing = stream<1>(args, place, work, pages, ring, NoScales{}, begin, with_keys, with_values);
 
-    auto round = [](float low, float high) { return cvt_pair(Element{}, low, high); };
+    auto write = [&](char* to, int column, const float(&x)[QUAD]) {
+        store_halves(args, to, column, x, [](float low, float high) { return cvt_pair(Element{}, low, high); });
+    };
     auto careful = [&](int row, char* to, char* lse, int first, int end) {
         careful_decode(args, row, to, lse, first, end);
     };
+    finish(rows, missing);
     join(
-        args, place, work, shared, rows, missing, [&](uint32 to, uint32 row) { leave(out, rows, to, row); },
-        [&](int r, Part& part) { store(args, mask, place, work.first_row + r, part, round, careful); });
+        args, place, work, shared, [&](uint32 to, uint32 row) { leave(out, rows, to, row); },
+        [&](int r, Part& part) { store(args, mask, place, work.first_row + r, part, write, careful); });
 }
 
 }  // namespace cuflash

@@ -324,7 +324,7 @@ __device__ __forceinline__ uint32 cvt_pair_of(const Args& args, float low, float
 // A row again, by the careful path, with all keys that it sees.
 __device__ __noinline__ void careful_decode(const Args& args, int row, char* out, char* lse, int first, int end) {
     const Paged place = locate(args);
-    const Pages pages = pages_of(args, place);
+    const Pages pages = pages_of(args, place.sequence);
     const char* q = place.row(args.q, args.q_strides, row);
     auto query = [&](int d) { return args.bfloat16 ? RowOf<BFloat16>{q}(d) : RowOf<Float16>{q}(d); };
     auto row_of = [&](const char* base, const Strides& strides, const char* scales, const Strides& steps, int j) {
@@ -350,10 +350,10 @@ __device__ __forceinline__ float log2_of_scale(float scale) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     cuflash_decode_8bit(const __grid_constant__ Args args) {
     const Paged place = locate(args);
-    const Mask mask = mask_of(args, place);
+    const Mask mask = mask_of(args, place.sequence, args.capacity);
     const Work work = work_of(args, mask, place);
     if (place.split >= work.splits) return;
-    const Pages pages = pages_of(args, place);
+    const Pages pages = pages_of(args, place.sequence);
     const uint32 shared = shared_memory();
     const uint32 ring = shared + RINGS_START + warp_index() * RING_BYTES;
     load_queries(args, place, work, shared);
@@ -399,7 +399,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     const Paged home = locate(args);  // anew: `place` need not be kept in registers meanwhile
     const float v_scale = head_scale(args.v_scale, args.v_slots, args.v_scale_strides, home.key_head);
-    auto round = [&](float low, float high) { return cvt_pair_of(args, low, high); };
+    auto write = [&](char* to, int column, const float(&x)[QUAD]) {
+        store_halves(args, to, column, x, [&](float low, float high) { return cvt_pair_of(args, low, high); });
+    };
     auto careful = [&](int row, char* to, char* lse, int first, int end) {
         careful_decode(args, row, to, lse, first, end);
     };
@@ -409,9 +411,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
             for (int e = 0; e < QUAD; ++e) part.out[p].values[e] *= v_scale;
         }
-        store(args, mask, home, work.first_row + r, part, round, careful);
+        store(args, mask, home, work.first_row + r, part, write, careful);
     };
-    join(args, home, work, shared, rows, missing, [&](uint32 to, uint32 row) { leave(out, rows, to, row); }, finish);
+    cuflash::finish(rows, missing);
+    join(args, home, work, shared, [&](uint32 to, uint32 row) { leave(out, rows, to, row); }, finish);
 }
 
 }  // namespace cuflash

@@ -1,11 +1,10 @@
-// Elements of any dtype as the numbers that sums are made of.
+// Elements of any width, as the numbers that sums are made of and back.
 #pragma once
 
 #include "ptx.cuh"
 
 namespace cuflash {
 
-// An element as the number that sums are made of, and such a number as an element.
 template <typename Element>
 __device__ __forceinline__ auto to_real(Element x) {
     if constexpr (sizeof(Element) == 2) {

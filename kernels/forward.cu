@@ -9,8 +9,13 @@
 // memory by cp.async. With two STAGES a whole tile arrives while another is worked on. With one, the next keys arrive
 // while the values are worked on, and the values while the keys are: half the memory, twice the barriers.
 //
+// With PAGED, keys and values lie in a cache: each row of a tile is where a page table says, and how many there are is
+// for the sequence's length to say, which the device alone knows. A thread looks up a row a tile ahead, so that nobody
+// waits for the number of a page, and leaves its address in shared memory for those who copy it.
+//
 // What limits speed: the tensor cores at head_dim 64 and 128 (with the exponentials close behind at 64), shared
 // memory reads at 256, where a warp can own only 16 rows and so reads all of K and V for each 16.
+#include "cache.cuh"
 #include "careful.cuh"
 #include "mask.cuh"
 #include "place.cuh"
@@ -43,6 +48,7 @@ struct alignas(16) Facts {
     int some_first, some_end;  // keys that some row of the warp sees
     int all_first, all_end;    // keys that all rows of the warp see
     int warp_row;              // first packed row of the warp
+    int sequence;              // of a cache
 };
 
 struct Shared {
@@ -51,21 +57,36 @@ struct Shared {
     char values[STAGES][VALUE_BYTES];
     Facts facts[WARPS];
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles and facts take");
 constexpr int KEY_START = OFFSET_OF(Shared, keys), VALUE_START = OFFSET_OF(Shared, values);
 constexpr int FACTS_START = OFFSET_OF(Shared, facts);
+
+// Behind it, of a cache: where the rows of a tile and of the next one lie, and what each warp has missed.
+struct alignas(16) CacheRow {
+    const char *key, *value;  // null: zeros
+};
+constexpr int ROWS_START = sizeof(Shared), MISSING_START = ROWS_START + 2 * TILE_K * sizeof(CacheRow);
+constexpr int CACHE_BYTES = PAGED ? MISSING_START + 16 - ROWS_START : 0;
+static_assert(sizeof(Shared) + CACHE_BYTES == SHARED_BYTES, "SHARED_BYTES: what the tiles and facts take");
+static_assert(!PAGED || (TILE_K <= THREADS && WARPS <= 4), "TILE_K: a thread for each row; WARPS: 16 bytes of flags");
 
 struct Args {
     const char *q, *k, *v;
     char* out;
-    char* lse;  // null where it is not wanted
+    char* lse;               // null where it is not wanted
+    const char* lengths;     // of a cache; null where it is full
+    const char* page_table;  // null where it is one piece
     Strides q_strides, k_strides, v_strides, out_strides;
     Schedule schedule;
     int64 first_block;
+    int64 length_stride, table_stride, table_step;  // table_step: from a sequence's page to the next
     int queries, keys, heads, group, pack, head_dim, value_dim;
     int head_blocks, batches1;   // blocks along heads; length of the inner merged axis
     int first_shift, end_shift;  // of the mask
     int out_vectors;             // rows of out can be written 16 bytes at a time
+    int pages, page_size;        // of a cache
+    uint32 page_multiplier;      // see Divisor
+    int page_shift;
+    int left, right, top_left;   // of the mask against a length
     float scale_log2;            // scale * log2 e, positive
 };
 template struct ArgsLayout<Args>;
@@ -73,6 +94,15 @@ template struct ArgsLayout<Args>;
 __device__ __forceinline__ Dense locate(const Args& args) {
     return Dense(args.schedule, args.first_block + fresh_block_index(), args.head_blocks, args.batches1, args.pack,
                  args.queries, LAST_FIRST);
+}
+
+// Which keys are seen. A cache has its sequences along the one leading axis.
+__device__ __forceinline__ Mask locate_mask(const Args& args) {
+    if constexpr (PAGED) {
+        return mask_of(args, locate(args).batch1, args.keys);
+    } else {
+        return Mask(args.keys, args.first_shift, args.end_shift);
+    }
 }
 
 using Scores = float[BLOCKS][TILE_K / 8][4];
@@ -166,10 +196,22 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
     }
 }
 
+// The careful path, of a row whose keys lie in a cache.
+__device__ __noinline__ void careful_row_of_cache(const Args& args, int sequence, int key_head, const char* q, char* out,
+                                                  char* lse, int first, int end) {
+    const Pages pages = pages_of(args, sequence);
+    auto row_of = [&](const char* base, const Strides& strides, int j) {
+        return pages.row(base, strides, pages.number(pages.size.divide(j)), key_head, j);
+    };
+    careful_row_at<Element>(
+        args, q, [&](int j) { return row_of(args.k, args.k_strides, j); },
+        [&](int j) { return row_of(args.v, args.v_strides, j); }, out, lse, first, end);
+}
+
 // Writes the warp's rows of out and lse. out goes through shared memory, so that rows leave in whole chunks; lse is
-// written by one thread of each quad.
+// written by one thread of each quad. Where a page was missing all of it is NaN.
 __device__ __forceinline__ void store(const Args& args, const Mask& mask, const Out& out, Rows& rows,
-                                      uint32 warp_shared) {
+                                      uint32 warp_shared, bool missing) {
     const int lane = lane_index();
     const Dense place = locate(args);  // again, rather than in registers all along
     const int warp_row = place.tile * TILE_Q + warp_index() * ROWS;
@@ -185,6 +227,7 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
         for (int half = 0; half < 2; ++half) {
             SoftmaxRow<float>& row = rows[block][half];
             row.finish<4>();
+            if (missing) row.sum = INFINITE - INFINITE;
             const float inverse = row.inverse_sum();
             const int r = row_of(lane, block, half);
             float finite = 0.0f;
@@ -195,7 +238,7 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
                 store_shared(warp_shared + ValueTile::offset(r, n) + lane % 4 * 4, cvt_pair(Element{}, low, high));
             }
             const bool inside = warp_row + r < place.rows();
-            suspects[block][half] = ballot(inside && ((finite != 0.0f && is_finite(inverse)) || row.too_coarse()));
+            suspects[block][half] = ballot(inside && !missing && ((finite != 0.0f && is_finite(inverse)) || row.too_coarse()));
             if (inside && args.lse != nullptr && lane % 4 == 0) store_global(lse_of(r), row.lse());
         }
     }
@@ -224,10 +267,16 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
                 int quad = find_first_set(suspects[block][half]) / 4;
                 suspects[block][half] &= ~(0xfu << (4 * quad));
                 int r = 16 * block + 8 * half + quad, i = place.query(warp_row + r);
-                careful_row<Element>(args, place.row(args.q, args.q_strides, warp_row + r),
-                            args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group),
-                            args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group),
-                            out_row(r), lse_of(r), mask.first_key(i), mask.end_key(i));
+                if constexpr (PAGED) {
+                    careful_row_of_cache(args, place.batch1, place.head / args.group,
+                                         place.row(args.q, args.q_strides, warp_row + r), out_row(r), lse_of(r),
+                                         mask.first_key(i), mask.end_key(i));
+                } else {
+                    careful_row<Element>(args, place.row(args.q, args.q_strides, warp_row + r),
+                                args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group),
+                                args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group),
+                                out_row(r), lse_of(r), mask.first_key(i), mask.end_key(i));
+                }
             }
         }
     }
@@ -238,8 +287,9 @@ __device__ __forceinline__ Facts gather(const Args& args, const Mask& mask, cons
     const int warp_row = block_row + warp_index() * ROWS;
     const int top = place.query(warp_row), bottom = place.query(warp_row + ROWS - 1);
     Facts facts;
-    facts.k = args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group);
-    facts.v = args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group);
+    const int batch1 = PAGED ? 0 : place.batch1;  // of keys; those of a cache have pages along that axis
+    facts.k = args.k + args.k_strides.offset(place.batch0, batch1, place.head / args.group);
+    facts.v = args.v + args.v_strides.offset(place.batch0, batch1, place.head / args.group);
     facts.first_key = mask.first_key(place.query(block_row));
     facts.end_key = mask.end_key(place.query(last_row));
     facts.some_first = mask.first_key(top);
@@ -247,8 +297,51 @@ __device__ __forceinline__ Facts gather(const Args& args, const Mask& mask, cons
     facts.all_first = mask.first_key(bottom);
     facts.all_end = mask.end_key(top);
     facts.warp_row = warp_row;
+    facts.sequence = place.batch1;
     return facts;
 }
+
+// Rows of a cache -------------------------------------------------------------------------------------------------
+
+// What a thread knows of the rows that it looks up: one of each tile.
+struct LookUp {
+    int page;              // of its row in the tile that was sent for
+    bool missing = false;  // whether a page was one that does not exist
+
+    static __device__ __forceinline__ int key(int tile) { return tile * TILE_K + fresh_thread_index(); }
+    static __device__ __forceinline__ bool seen(const Facts& facts, int key) {
+        return fresh_thread_index() < TILE_K && key >= facts.first_key && key < facts.end_key;
+    }
+
+    // Sends for the page of the thread's row. Nothing here waits for it.
+    __device__ __forceinline__ void send(const Args& args, const Facts& facts, int tile) {
+        const Pages pages = pages_of(args, facts.sequence);
+        if (seen(facts, key(tile))) page = pages.number(pages.size.divide(key(tile)));
+    }
+
+    // Writes down where the row is. Pages that do not exist are not read.
+    __device__ __forceinline__ void keep(const Args& args, const Facts& facts, int tile, uint32 rows) {
+        const Pages pages = pages_of(args, facts.sequence);
+        CacheRow row = {nullptr, nullptr};
+        if (seen(facts, key(tile))) {
+            if (pages.exists(page)) {
+                row = {pages.row(facts.k, args.k_strides, page, 0, key(tile)),
+                       pages.row(facts.v, args.v_strides, page, 0, key(tile))};
+            } else {
+                missing = true;
+            }
+        }
+        if (fresh_thread_index() < TILE_K) store_shared(rows + fresh_thread_index() * sizeof(CacheRow), row);
+    }
+
+    // Whether a thread of the block has missed a page.
+    __device__ __forceinline__ bool any_missing(uint32 flags) const {
+        const bool mine = any(missing);
+        if (lane_index() == 0) store_shared(flags + warp_index() * sizeof(int), static_cast<int>(mine));
+        sync_threads();
+        return any(lane_index() < WARPS && load_shared<int>(flags + lane_index() % WARPS * sizeof(int)) != 0);
+    }
+};
 
 // Each warp fetches its own rows of q.
 __device__ __forceinline__ void load_queries(const Args& args, const Dense& place, int warp_row, uint32 warp_shared) {
@@ -264,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_for
     const uint32 shared = shared_memory();
     const uint32 warp_shared = shared + warp_index() * WARP_BYTES;
     auto facts_shared = [=] { return shared + FACTS_START + warp_index() * sizeof(Facts); };
-    const Mask mask(args.keys, args.first_shift, args.end_shift);
+    const Mask mask = locate_mask(args);
     const Scaled score{args.scale_log2};
 
     int tile, first_tile;
@@ -279,20 +372,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_for
         cp_async_commit_group();
     }
 
+    LookUp look_up;
+    auto rows_shared = [=](int t) { return shared + ROWS_START + (t & 1) * TILE_K * sizeof(CacheRow); };
+    auto send_for = [&](int t) {
+        if constexpr (PAGED) look_up.send(args, load_shared<Facts>(facts_shared()), t);
+    };
+    auto write_down = [&](int t) {
+        if constexpr (PAGED) look_up.keep(args, load_shared<Facts>(facts_shared()), t, rows_shared(t));
+    };
     auto load_keys = [&](int t) {
-        const Facts facts = load_shared<Facts>(facts_shared());
-        TileCopy<TILE_K, HEAD_DIM, THREADS>::copy(
-            shared + KEY_START + t % STAGES * KEY_BYTES, facts.k + static_cast<int64>(t) * TILE_K * args.k_strides.row,
-            args.k_strides.row, args.head_dim, facts.first_key - t * TILE_K, facts.end_key - t * TILE_K);
+        const uint32 to = shared + KEY_START + t % STAGES * KEY_BYTES;
+        using Copy = TileCopy<TILE_K, HEAD_DIM, THREADS>;
+        if constexpr (PAGED) {
+            auto row = [&](int r) { return load_shared<CacheRow>(rows_shared(t) + r * sizeof(CacheRow)).key; };
+            Copy::gather(to, row, args.head_dim);
+        } else {
+            const Facts facts = load_shared<Facts>(facts_shared());
+            Copy::copy(to, facts.k + static_cast<int64>(t) * TILE_K * args.k_strides.row, args.k_strides.row,
+                       args.head_dim, facts.first_key - t * TILE_K, facts.end_key - t * TILE_K);
+        }
     };
     auto load_values = [&](int t) {
-        const Facts facts = load_shared<Facts>(facts_shared());
-        TileCopy<TILE_K, VALUE_DIM, THREADS>::copy(
-            shared + VALUE_START + t % STAGES * VALUE_BYTES,
-            facts.v + static_cast<int64>(t) * TILE_K * args.v_strides.row, args.v_strides.row, args.value_dim,
-            facts.first_key - t * TILE_K, facts.end_key - t * TILE_K);
+        const uint32 to = shared + VALUE_START + t % STAGES * VALUE_BYTES;
+        using Copy = TileCopy<TILE_K, VALUE_DIM, THREADS>;
+        if constexpr (PAGED) {
+            auto row = [&](int r) { return load_shared<CacheRow>(rows_shared(t) + r * sizeof(CacheRow)).value; };
+            Copy::gather(to, row, args.value_dim);
+        } else {
+            const Facts facts = load_shared<Facts>(facts_shared());
+            Copy::copy(to, facts.v + static_cast<int64>(t) * TILE_K * args.v_strides.row, args.v_strides.row,
+                       args.value_dim, facts.first_key - t * TILE_K, facts.end_key - t * TILE_K);
+        }
     };
     if (tile >= first_tile) {
+        if constexpr (PAGED) {
+            send_for(tile);
+            write_down(tile);
+            send_for(tile - 1);
+            sync_threads();  // the rows are written down
+        }
         load_keys(tile);
         if (STAGES == 2) load_values(tile);
         cp_async_commit_group();
@@ -307,6 +425,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_for
     clear(rows);
 
     for (; tile >= first_tile; --tile) {
+        write_down(tile - 1);
         cp_async_wait_group<0>();
         sync_threads();  // what was copied is here for all warps, and all have left what is filled next
         if constexpr (STAGES == 1) {
@@ -317,6 +436,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_for
             load_values(tile - 1);
             cp_async_commit_group();
         }
+        send_for(tile - 2);
 
         const int key = tile * TILE_K;
         const Facts facts = load_shared<Facts>(facts_shared());
@@ -340,7 +460,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_for
     cp_async_wait_group<0>();  // q, where there was no tile: out takes its place
     sync_warp();
 
-    store(args, mask, out, rows, warp_shared);
+    bool missing = false;
+    if constexpr (PAGED) missing = look_up.any_missing(shared + MISSING_START);
+    store(args, mask, out, rows, warp_shared, missing);
 }
 
 }  // namespace cuflash

@@ -88,6 +88,12 @@ struct Pages {
     __device__ __forceinline__ bool exists(int page) const {
         return static_cast<uint32>(page) < static_cast<uint32>(count);
     }
+    // Address of key j, which lies in that page, of a head of a cache.
+    __device__ __forceinline__ const char* row(const char* base, const Strides& strides, int page, int head,
+                                               int j) const {
+        const int place = j - size.divide(j) * size.value;
+        return base + strides.offset(0, page, head) + place * strides.row;
+    }
 };
 
 // Sequences whose keys lie in pages. A block owns a tile of one key head's packed rows, those of all heads of its

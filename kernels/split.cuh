@@ -12,6 +12,7 @@
 // whoever comes when, and wherever pages lie.
 #pragma once
 
+#include "cache.cuh"
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
@@ -20,15 +21,27 @@
 
 namespace cuflash {
 
-static_assert(TILE_Q % 16 == 0, "TILE_Q: 16 rows, one A operand, or a multiple");
 static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of 16 keys");
 static_assert(STAGES > 1, "STAGES: one to copy to while another is read");
 
 constexpr int THREADS = WARP * WARPS;
-constexpr int BLOCKS = TILE_Q / 16;     // of 16 rows, one A operand each
-constexpr int WIDTH = sizeof(Element);  // bytes of a cache's element
+constexpr int WIDTH = sizeof(Element);             // bytes of a cache's element
+constexpr int ROW_WIDTH = WIDTH == 1 ? 2 : WIDTH;  // and of one of q and out
+constexpr bool MULTIPLY_ADDS = WIDTH == 4;         // in place of tensor cores
+static_assert(TILE_Q % (MULTIPLY_ADDS ? 4 : 16) == 0, "TILE_Q: 16 rows, one A operand, or a multiple");
+constexpr int BLOCKS = (TILE_Q + 15) / 16;  // of 16 rows, one A operand each
 
-using QueryTile = Tile<HEAD_DIM>;
+// Rows of q of 16 bits lie as tensor cores read them, wider ones one behind the other: all lanes read the same of them.
+template <int WIDTH>
+struct QueryRows : Tile<HEAD_DIM> {};
+template <>
+struct QueryRows<4> {
+    static constexpr int PITCH = HEAD_DIM * 4;
+    static constexpr int CHUNKS = PITCH / CHUNK;
+    static __device__ __forceinline__ uint32 offset(uint32 row, uint32 chunk) { return row * PITCH + chunk * CHUNK; }
+};
+
+using QueryTile = QueryRows<ROW_WIDTH>;
 using KeyTile = Tile<HEAD_DIM * WIDTH / 2>;
 using ValueTile = Tile<VALUE_DIM * WIDTH / 2>;
 
@@ -44,10 +57,14 @@ struct Shared {
     SoftmaxRow<float> rows[WARPS][TILE_Q];
     alignas(16) int last;  // whether this block is the last of its rows
 };
-constexpr int FACTOR_BYTES = WIDTH == 1 ? TILE_Q * sizeof(float) : 0;  // behind it, of rows of scores
-static_assert(sizeof(Shared) + FACTOR_BYTES == SHARED_BYTES, "SHARED_BYTES: what the rings and rows take");
+// Behind it: of 8 bits, factors of rows of scores; of float32, weights of a tile, of each warp and key so far apart
+// that lanes which write together meet no bank twice.
+constexpr int FACTOR_BYTES = WIDTH == 1 ? TILE_Q * sizeof(float) : 0;
+constexpr int WEIGHT_PITCH = (TILE_Q + 4) * sizeof(float), WEIGHT_BYTES = MULTIPLY_ADDS ? TILE_K * WEIGHT_PITCH : 0;
+static_assert(sizeof(Shared) + FACTOR_BYTES + WARPS * WEIGHT_BYTES == SHARED_BYTES,
+              "SHARED_BYTES: what the rings and rows take");
 constexpr int RINGS_START = OFFSET_OF(Shared, rings), ROWS_START = OFFSET_OF(Shared, rows);
-constexpr int LAST_START = OFFSET_OF(Shared, last), FACTORS_START = sizeof(Shared);
+constexpr int LAST_START = OFFSET_OF(Shared, last), FACTORS_START = sizeof(Shared), WEIGHTS_START = sizeof(Shared);
 
 struct Args {
     const char *q, *k, *v;
@@ -110,23 +127,6 @@ __device__ __forceinline__ int row_of(int block, int half) { return 16 * block +
 __device__ __forceinline__ Paged locate(const Args& args) {
     return Paged(static_cast<uint32>(fresh_block_index()), args.first_sequence, args.key_heads, args.splits, args.tiles,
                  args.group);
-}
-
-__device__ __forceinline__ Pages pages_of(const Args& args, const Paged& place) {
-    const char* table = args.page_table == nullptr ? nullptr : args.page_table + place.sequence * args.table_stride;
-    return {table, args.table_step, place.sequence, args.pages,
-            {args.page_size, args.page_multiplier, args.page_shift}};
-}
-
-// The mask against the sequence's own length.
-__device__ __forceinline__ Mask mask_of(const Args& args, const Paged& place) {
-    int keys = args.capacity;
-    if (args.lengths != nullptr) {
-        keys = uniform(clamp(load_global<int>(args.lengths + place.sequence * args.length_stride), 0, args.capacity));
-    }
-    const int offset = args.top_left ? 0 : keys - args.queries;
-    const int first_shift = offset - args.left, end_shift = offset + args.right + 1;
-    return Mask(keys, clamp(first_shift, -args.queries, keys), clamp(end_shift, -args.queries, keys));
 }
 
 // Whether the append step has turned the sequence away.
@@ -267,7 +267,7 @@ __device__ __forceinline__ void copy_rows(uint32 base, const char* source, const
 __device__ __forceinline__ void load_queries(const Args& args, const Paged& place, const Work& work, uint32 base) {
     for (int n = fresh_thread_index(); n < TILE_Q * QueryTile::CHUNKS; n += THREADS) {
         const int r = n / QueryTile::CHUNKS, chunk = n % QueryTile::CHUNKS;
-        const int bytes = r < work.rows ? clamp(args.head_dim * 2 - chunk * CHUNK, 0, CHUNK) : 0;
+        const int bytes = r < work.rows ? clamp(args.head_dim * ROW_WIDTH - chunk * CHUNK, 0, CHUNK) : 0;
         const char* row = place.row(args.q, args.q_strides, work.first_row + r);
         cp_async_16(base + QueryTile::offset(r, chunk), row + chunk * CHUNK, bytes);
     }
@@ -454,7 +454,7 @@ __device__ __forceinline__ Part sum_of_splits(const Args& args, const Paged& pla
 
 // Whether all pages of a run of keys exist.
 __device__ __noinline__ bool exist(const Args& args, int first, int end) {
-    const Pages pages = pages_of(args, locate(args));
+    const Pages pages = pages_of(args, locate(args).sequence);
     bool missing = false;
     for (int n = pages.size.divide(first) + lane_index(); n * static_cast<int64>(pages.size.value) < end; n += WARP) {
         missing |= !pages.exists(pages.number(n));
@@ -462,11 +462,27 @@ __device__ __noinline__ bool exist(const Args& args, int first, int end) {
     return !any(missing);
 }
 
-// Writes a row of out and lse. `pair(low, high)` rounds two numbers to a register; `careful(row, out, lse, first, end)`
+// Writes a quad of a row of out of 16 bits; `pair(low, high)` rounds two numbers to a register.
+template <typename Pair>
+__device__ __forceinline__ void store_halves(const Args& args, char* out, int column, const float (&x)[QUAD],
+                                             Pair pair) {
+    const Vector8 packed = {{pair(x[0], x[1]), pair(x[2], x[3])}};
+    if (args.out_vectors) {
+        if (column < args.value_dim) store_global(out + 2 * column, packed);
+    } else {
+#pragma unroll
+        for (int e = 0; e < QUAD; ++e) {
+            const auto bits = static_cast<unsigned short>(packed.words[e / 2] >> e % 2 * 16);
+            if (column + e < args.value_dim) store_global(out + 2 * (column + e), bits);
+        }
+    }
+}
+
+// Writes a row of out and lse. `write(out, column, quad)` writes a quad of out; `careful(row, out, lse, first, end)`
 // computes a row again.
-template <typename Pair, typename Careful>
+template <typename Write, typename Careful>
 __device__ __forceinline__ void store(const Args& args, const Mask& mask, const Paged& place, int row, Part& part,
-                                      Pair pair, Careful careful) {
+                                      Write write, Careful careful) {
     char* out = const_cast<char*>(place.row(args.out, args.out_strides, row));
     const int64 head = static_cast<int64>(place.sequence) * args.heads + place.head_of(row), i = place.query(row);
     char* lse = args.lse + (head * args.queries + i) * sizeof(float);
@@ -488,20 +504,7 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
         return;
     }
 #pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-        const float(&x)[QUAD] = part.out[p].values;
-        const Vector8 packed = {{pair(x[0], x[1]), pair(x[2], x[3])}};
-        const int column = column_of(p);
-        if (args.out_vectors) {
-            if (column < args.value_dim) store_global(out + 2 * column, packed);
-        } else {
-#pragma unroll
-            for (int e = 0; e < QUAD; ++e) {
-                const auto bits = static_cast<unsigned short>(packed.words[e / 2] >> e % 2 * 16);
-                if (column + e < args.value_dim) store_global(out + 2 * (column + e), bits);
-            }
-        }
-    }
+    for (int p = 0; p < PIECES; ++p) write(out, column_of(p), part.out[p].values);
 }
 
 // A row of the block's part goes to global memory.
@@ -525,19 +528,25 @@ __device__ __forceinline__ bool arrive(char* arrived, int splits, uint32 last) {
     return load_shared<int>(last);
 }
 
-// The end of a block: its warps' parts are added and, where there are several splits, those of all. `leave(ring, rows)`
-// writes the warp's part to shared memory, `store(r, part)` what row r of the block's tile comes to.
-template <typename Leave, typename Store>
-__device__ __forceinline__ void join(const Args& args, const Paged& place, const Work& work, uint32 shared, Rows& rows,
-                                     bool missing, Leave leave, Store store) {
+// Makes sums those of all lanes of a row; NaN where a page is missing, and so is all that they become part of.
+template <int LANES>
+__device__ __forceinline__ void finish(SoftmaxRow<float>& row, bool missing) {
+    row.finish<LANES>();
+    if (missing) row.sum = INFINITE - INFINITE;
+}
+__device__ __forceinline__ void finish(Rows& rows, bool missing) {
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            rows[block][half].finish<4>();
-            if (missing) rows[block][half].sum = INFINITE - INFINITE;  // NaN, and so is all that it becomes part of
-        }
+        for (int half = 0; half < 2; ++half) finish<4>(rows[block][half], missing);
     }
+}
+
+// The end of a block: its warps' parts are added and, where there are several splits, those of all. `leave(ring, rows)`
+// writes the warp's part to shared memory, `store(r, part)` what row r of the block's tile comes to.
+template <typename Leave, typename Store>
+__device__ __forceinline__ void join(const Args& args, const Paged& place, const Work& work, uint32 shared, Leave leave,
+                                     Store store) {
     sync_warp();
     leave(shared + RINGS_START + warp_index() * RING_BYTES,
           shared + ROWS_START + warp_index() * TILE_Q * sizeof(SoftmaxRow<float>));

@@ -88,6 +88,32 @@ struct TileCopy {
             }
         }
     }
+
+    // The same of rows that lie anywhere: `row(r)` is the address of row r, null where it becomes zeros.
+    template <typename Row>
+    static __device__ __forceinline__ void gather(uint32 base, Row row, int columns) {
+        const int thread = fresh_thread_index();
+        const int first = thread / LANES, chunk = thread % LANES;
+        const int left = columns * 2 - chunk * CHUNK;
+        auto each = [&](auto copy) {
+#pragma unroll
+            for (int r = first; r < first + ROWS; r += ROW_STEP) {
+                const char* address = row(r);
+                const bool read = address != nullptr;
+#pragma unroll
+                for (int c = 0; c < Shape::CHUNKS; c += LANES) {
+                    copy(base + Shape::offset(r, chunk + c), address + (chunk + c) * CHUNK, left - c * CHUNK, read);
+                }
+            }
+        };
+        if (columns * 2 % CHUNK == 0) {
+            each([](uint32 to, const char* from, int left, bool read) { cp_async_16(to, from, read && left > 0); });
+        } else {
+            each([](uint32 to, const char* from, int left, bool read) {
+                cp_async_16(to, from, read ? clamp(left, 0, CHUNK) : 0);
+            });
+        }
+    }
 };
 
 struct Nothing {

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.parametrize("engine", ENGINES, indirect=True, scope="mo
 @pytest.fixture
 def dtypes(engine):
     """What the engine's decode takes."""
-    return list(DTYPES) if engine.name == "numpy" else ["float16", "bfloat16"]
+    return list(DTYPES) if engine.name == "numpy" else ["float16", "bfloat16", "float32"]
 
 
 def path(engine, dtype):

@@ -9,6 +9,7 @@ from emulator import mutations
 
 import cuflash
 from cuflash import reference, testing
+from cuflash.testing import CacheRecipe
 
 ENGINES = ["numpy", "emulated portable", "emulated sm90", "portable", "sm90"]
 pytestmark = pytest.mark.parametrize("engine", ENGINES, indirect=True, scope="module")
@@ -279,6 +280,96 @@ def test_rows_that_see_nothing_may_hold_nan(engine, dtype):
     q, k, v = draw(engine, (1, 50, 16), (1, 20, 16), (1, 20, 16), dtype=dtype)
     out, lse = close(changed(engine, q, (0, slice(0, 30)), np.nan), k, v, causal=True)
     assert not out[0, :30].any() and (lse[0, :30] == -np.inf).all() and np.isfinite(lse[0, 30:]).all()
+
+
+# Caches ---------------------------------------------------------------------------------------------------------
+
+
+def kinds(engine):
+    """What the engine's forward takes with lengths."""
+    return list(DTYPES) if engine.name == "numpy" else ["float16", "bfloat16"]
+
+
+@pytest.mark.parametrize("check", testing.prefill_checks, ids=lambda check: check.__name__)
+def test_property_of_caches(engine, check):
+    size = {
+        "numpy": {"examples": 60, "max_length": 130, "max_head_dim": 130},
+        "emulated": {"examples": 5, "max_length": 130, "max_head_dim": 64},  # test_emulated.py draws more
+    }.get(engine.name, {"examples": 150, "max_length": 600})
+    testing.fuzz(check, cuflash.forward, xp=engine.xp, dtypes=kinds(engine), **size)
+
+
+@pytest.mark.parametrize("queries", [1, 5, 70])
+@pytest.mark.parametrize("keywords", [{}, {"causal": True}, {"window": (30, 4)}, {"causal": "top-left"}])
+def test_rows_see_keys_of_their_own_sequence(engine, queries, keywords):
+    for dtype in kinds(engine):
+        recipe = CacheRecipe(
+            lengths=(100, 0, 1, 64), page_size=16, heads=4, key_heads=2, queries=queries, head_dim=16, value_dim=24,
+            dtype=dtype, **({"causal": False} | keywords),
+        )  # fmt: skip
+        testing.check_prefill_bound(cuflash.forward, recipe, engine.xp)
+        *arrays, tables = recipe.arrays(engine.xp)
+        out, lse = cuflash.forward(*arrays, **tables, return_lse=True, **keywords)
+        assert not reference.host(out)[1].any() and (reference.host(lse)[1] == -np.inf).all()
+        assert same(out, cuflash.forward(*arrays, **tables, **keywords))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_cache_is_its_sequences_side_by_side(engine, dim):
+    """Bit for bit, under a mask for which both have the same tiles."""
+    recipe = CacheRecipe(
+        lengths=(150, 200), page_size=7, heads=4, key_heads=2, queries=70, head_dim=dim, value_dim=dim, causal=False,
+        window=(50, 5),
+    )  # fmt: skip
+    q, k, v = recipe.values()
+    *arrays, tables = recipe.arrays(engine.xp)
+    forward = partial(cuflash.forward, return_lse=True, **recipe.keywords)
+    out, lse = forward(*arrays, **tables)
+    if engine.name == "emulated":  # what serves caches is the portable engine
+        forward = partial(pytest.importorskip("emulator").Emulator().forward, **forward.keywords)
+    elif engine.name != "numpy":
+        forward = partial(forward, engine="portable")
+    for b, length in enumerate(recipe.lengths):
+        alone = forward(*(engine.xp.asarray(x) for x in (q[b], k[b, :, :length], v[b, :, :length])))
+        assert same(out[b], alone[0]) and same(lse[b], alone[1])
+
+
+def test_decode_of_all_rows(engine):
+    recipe = CacheRecipe(lengths=(300, 40), page_size=16, heads=4, key_heads=2, queries=33, head_dim=64, value_dim=64)
+    values, (*arrays, tables) = recipe.values(), recipe.arrays(engine.xp)
+    for function in (cuflash.forward, cuflash.decode):
+        results = function(*arrays, **tables, causal=True, return_lse=True)
+        testing.assert_attention_close(results, *values, lengths=np.array(recipe.lengths), causal=True, path=(
+            None if engine.name != "numpy" else "numpy float16"
+        ))  # fmt: skip
+
+
+def test_a_chunk_after_the_other_is_the_whole(engine):
+    """A prompt whose rows come in chunks, each on the cache of those before."""
+    q, k, v = draw(engine, (1, 4, 200, 32), (1, 2, 200, 32), (1, 2, 200, 32), dtype="float16")
+    whole = cuflash.forward(q, k, v, causal=True)
+    for first, end in ((0, 90), (90, 91), (91, 200)):
+        rows = np.arange(first, end)
+        part = cuflash.forward(q[:, :, first:end], k, v, lengths=engine.xp.asarray([end]), causal=True)
+        for out in (part, whole[:, :, first:end]):
+            testing.assert_attention_close(out, q, k, v, causal=True, rows=rows)
+
+
+def test_a_page_that_does_not_exist(engine):
+    if engine.name == "numpy":
+        pytest.skip("NumPy's tables are looked at before")
+    mutations = pytest.importorskip("emulator.mutations")
+    for changes in ({}, {"page_size": 1}, {"head_dim": 192, "value_dim": 192}):
+        recipe = testing.replace(mutations.PREFILL, **changes)
+        mutations.check_missing_pages(cuflash.forward, recipe, engine.xp, f"portable {recipe.dtype}")
+
+
+def test_caches_that_are_empty(engine):
+    for shape, cache in (((0, 2, 3, 8), (0, 2, 5, 8)), ((2, 0, 3, 8), (2, 2, 5, 8)), ((2, 2, 0, 8), (2, 2, 5, 8)),
+                         ((2, 2, 3, 8), (2, 2, 0, 8))):  # fmt: skip
+        arrays, lengths = draw(engine, shape, cache, cache, dtype="float16"), engine.xp.zeros(shape[0], np.int32)
+        out, lse = cuflash.forward(*arrays, lengths=lengths, return_lse=True)
+        assert out.shape == shape and not reference.host(out).any() and (reference.host(lse) == -np.inf).all()
 
 
 # Foreign arrays -------------------------------------------------------------------------------------------------

@@ -527,9 +527,9 @@ def test_pages_beyond_32_bits():
     free = cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
     if free < 20 * 2**30:
         pytest.skip(f"{free >> 30} GB free; wanted 20")
-    problem = cache(lengths=(300, 40))
+    problem = cache(lengths=(300, 40), queries=3)
     near = problem.arrays(cupy)
-    expected = decoded(problem, near)
+    expected = *decoded(problem, near), *prefilled(problem, near)
     size = near[1][0].size
     pages = (2**31 + 2**24) // size
     places = cupy.asarray(np.linspace(pages // 8, pages - 1, len(near[1])).astype(np.int64))
@@ -544,9 +544,92 @@ def test_pages_beyond_32_bits():
         assert int(table[b, :used].max()) < count
         table[b, :used] = places[table[b, :used]].astype(np.int32)
     arrays = near[0], *far, near[3] | {"page_table": table}
-    assert_same(decoded(problem, arrays), expected)
+    assert_same((*decoded(problem, arrays), *prefilled(problem, arrays)), expected)
     del far, arrays
     cupy.get_default_memory_pool().free_all_blocks()
+
+
+def prefilled(problem, arrays):
+    q, k, v, tables = arrays
+    return cuflash.forward(q, k, v, return_lse=True, **tables, **problem.keywords)
+
+
+def assert_prefilled(problem, results, lengths=None):
+    lengths = np.array(problem.lengths if lengths is None else lengths)
+    exact = bounds.forward(*problem.values(), path=f"portable {problem.dtype}", lengths=lengths, **problem.keywords)
+    assert bounds.worst(results, exact) <= 1
+
+
+@pytest.mark.parametrize("head_dim, value_dim", [(33, 64), (64, 64), (100, 128), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("page_size", [None, 1, 16, 100])
+def test_prefill_on_caches(head_dim, value_dim, page_size):
+    for n, changes in enumerate(({}, {"window": (300, 20), "causal": False}, {"causal": "top-left"}, {"k": "offset"})):
+        problem = cache(
+            queries=(200, 1, 129, 64)[n], head_dim=head_dim, value_dim=value_dim, page_size=page_size,
+            dtype=("float16", "bfloat16")[n % 2], planted=True, **changes,
+        )  # fmt: skip
+        arrays = problem.arrays(cupy)
+        results = prefilled(problem, arrays)
+        assert_prefilled(problem, results)
+        assert_same(results, prefilled(problem, arrays))
+        testing.check_prefill_hidden_keys(cuflash.forward, problem, cupy)
+
+
+@pytest.mark.parametrize("changes", [{}, {"page_size": None}, {"integers": "int64", "k": "strided", "q": "offset"}])
+def test_prefill_in_a_graph_follows_lengths_and_pages(changes):
+    problem = cache(lengths=(3000, 3000, 3000, 3000), queries=150, dtype="bfloat16", **changes)
+    arrays = problem.arrays(cupy)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        prefilled(problem, arrays)
+        stream.begin_capture()
+        results = prefilled(problem, arrays)
+        graph = stream.end_capture()
+        for lengths in ((3000, 1, 0, 2999), (5, 700, 3000, 16), (0, 0, 0, 0)):
+            arrays[3]["lengths"][...] = cupy.asarray(np.array(lengths))
+            for x in results:
+                x[...] = cupy.full_like(x, np.nan)
+            for _ in range(3):
+                graph.launch(stream)
+            stream.synchronize()
+            assert_prefilled(problem, results, lengths)
+
+
+def test_prefill_returns_before_the_gpu_is_done(spin):
+    problem = cache(queries=100, integers="int64", k="strided", q="offset")  # with copies of all kinds
+    arrays = problem.arrays(cupy)
+    stream, event = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event()
+    cupy.cuda.Device().synchronize()
+    with stream:
+        expected = prefilled(problem, arrays)
+        stream.synchronize()
+        spin()
+        event.record()
+        results = prefilled(problem, arrays)
+        finished = event.done
+    stream.synchronize()
+    assert not finished
+    assert_same(results, expected)
+    assert_prefilled(problem, results)
+
+
+def test_prefill_chunk_by_chunk_through_a_paged_cache():
+    """A prompt whose rows come in chunks, beside a fork that shares its beginning."""
+    rng = np.random.default_rng(0)
+    q, k, v = (cupy.asarray(rng.standard_normal((8, 700, 64)).astype(np.float16)) for _ in range(3))
+    k, v = k[:2], v[:2]
+    pages = cuflash.PagedCache(200, key_heads=2, page_size=16, head_dim=64, xp=cupy)
+    first = pages.add(k[:, :300], v[:, :300])
+    for id, end in ((first, 500), (first, 700), (pages.fork(first, 300), 700)):
+        begin = int(pages.lengths([id])[0])
+        rows = slice(begin, end)
+        pages.append([id], k[None, :, rows], v[None, :, rows])
+        out, lse = cuflash.forward(
+            q[None, :, rows], pages.k, pages.v, **pages.tables([id]), causal=True, return_lse=True
+        )
+        given = {"causal": True, "rows": np.arange(begin, end)}
+        testing.assert_attention_close((out[0], lse[0]), q, k, v, path="portable float16", **given)
 
 
 @pytest.mark.parametrize("changes", [{}, SLOTS, HEADS], ids=["16 bits", "int8", "e4m3"])

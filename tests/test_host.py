@@ -10,6 +10,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import fields, replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -59,6 +60,12 @@ class DeviceArray:
 
     def transpose(self, axes):
         return DeviceArray(self.host.transpose(axes))
+
+    def clip(self, low, high):
+        return DeviceArray(self.host.clip(low, high))
+
+    def astype(self, dtype, order):
+        return DeviceArray(self.host.astype(dtype, order=order))
 
 
 def multiply(x, factor, out, dtype):
@@ -132,9 +139,31 @@ def python_kernel(variant, written):
             address = args[name] + sum(n * stride for n, stride in zip((*place, h), outer, strict=True))
             return memory(address, (length, dim), (row, element.itemsize), element.dtype)
 
+        def integer(name, offset):
+            return memory(args[name] + offset, (1,), (4,), np.dtype(np.int32))[0].item()
+
+        def cached(name, h, length, dim):
+            _, page_step, head_step, row = args[f"{name}_strides"]
+            rows = np.zeros((length, dim), element.dtype)
+            for j in range(length):
+                n, slot = divmod(j, args["page_size"])
+                entry = args["table_stride"] * batch + args["table_step"] * n
+                page = integer("page_table", entry) if args["page_table"] else batch
+                assert 0 <= page < args["pages"]
+                address = args[name] + page * page_step + h * head_step + slot * row
+                rows[j] = memory(address, (dim,), (element.itemsize,), element.dtype)
+            return rows
+
         keys, key_head = args["keys"], head // args["group"]
-        k = matrix("k", key_head, keys, args["head_dim"]).astype(np.float64)
-        v = matrix("v", key_head, keys, args["value_dim"]).astype(np.float64)
+        first_shift, end_shift = args["first_shift"], args["end_shift"]
+        if variant.paged:
+            if args["lengths"]:
+                keys = int(np.clip(integer("lengths", args["length_stride"] * batch), 0, keys))
+            offset = 0 if args["top_left"] else keys - args["queries"]
+            first_shift, end_shift = offset - args["left"], offset + args["right"] + 1
+        matrix_of = cached if variant.paged else matrix
+        k = matrix_of("k", key_head, keys, args["head_dim"]).astype(np.float64)
+        v = matrix_of("v", key_head, keys, args["value_dim"]).astype(np.float64)
         rows = range(tile * variant.tile_q, min((tile + 1) * variant.tile_q, args["queries"] * args["pack"]))
         for packed in rows:
             i, h = packed // args["pack"], head + packed % args["pack"]
@@ -143,9 +172,9 @@ def python_kernel(variant, written):
             scores = args["scale_log2"] * math.log(2) * (k @ q)
             j = np.arange(keys)
             if mask != "full":
-                scores[j >= i + args["end_shift"]] = -np.inf
+                scores[j >= i + end_shift] = -np.inf
             if mask == "window":
-                scores[j < i + args["first_shift"]] = -np.inf
+                scores[j < i + first_shift] = -np.inf
             top = scores.max(initial=-np.inf)
             weights = np.exp(scores - (0 if top == -np.inf else top))
             total = weights.sum()
@@ -269,6 +298,36 @@ def test_a_gpu_call_reads_and_writes_the_right_rows(recipe, capability, largest_
             path = f"portable {recipe.dtype}"
             testing.assert_attention_close((out.host, lse.host), q.host, k.host, v.host, path=path, **recipe.keywords)
     assert lse.flags.c_contiguous and (out.strides[-1] == out.itemsize or out.size == 0 or out.shape[-1] == 1)
+
+
+def prefill(recipe, values=None, **changes):
+    """A call of forward on a cache that a pretended GPU holds."""
+    *arrays, tables = recipe.arrays(np, values)
+    arrays, tables = [DeviceArray(x) for x in arrays], {name: DeviceArray(x) for name, x in tables.items()}
+    return cuflash.forward(*arrays, **tables, return_lse=True, **(recipe.keywords | changes))
+
+
+@settings(max_examples=300)
+@given(
+    testing.prefills(max_length=40, max_head_dim=40), st.sampled_from(sorted(_plan.KNOWN)),
+    st.sampled_from((2**31 - 1, 3)), st.sampled_from((None, *testing.CACHE_LAYOUTS)),
+)  # fmt: skip
+def test_a_call_on_a_cache_reads_and_writes_the_right_rows(recipe, capability, largest_grid, layout):
+    values, more = recipe.values(), {}
+    if layout:
+        out = np.zeros((*values[0].shape[:-1], recipe.value_dim), values[0].dtype)
+        more["out"] = DeviceArray(testing.lay_out(out, layout))
+    with pretended_gpu(_plan.KNOWN[capability]) as written, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_plan, "LARGEST_GRID", largest_grid)
+        for again in (False, True):  # the second call is a prepared one, unless it lies otherwise
+            written.clear()
+            out, lse = prefill(recipe, values, **more)
+            assert max(Counter(written).values(), default=1) == 1, "a row was written twice"
+            assert len(written) == lse.size, "a row was left out"
+            lengths = np.array(recipe.lengths, int)
+            exact = bounds.forward(*values, path=f"portable {recipe.dtype}", lengths=lengths, **recipe.keywords)
+            assert bounds.worst((out.host, lse.host), exact) <= 1
+            assert again or len(_launch._calls) == 1
 
 
 @settings(max_examples=150)
@@ -876,6 +935,45 @@ DECODE = [
     (CACHED, words(rotary=(x(9, 4), 3)), TypeError, f"rotary sin is a int; wanted {ANY}"),
 ]  # fmt: skip
 
+PREFILL = [  # what forward says of caches, by its own names
+    ([QKV[0], CACHE, CACHE], words(lengths=LENGTHS), ValueError, "q has shape (2, 4, 8); wanted 4 axes"),
+    ([Q, CACHE[:2], CACHE], words(lengths=LENGTHS), ValueError, "k has 2 sequences, q has 3; they must be equal"),
+    (
+        [Q, CACHE[:2], CACHE[:1]], words(page_table=TABLE, lengths=LENGTHS), ValueError,
+        "v has 1 pages, k has 2; they must be equal",
+    ),
+    ([Q, CACHE, CACHE[:, :, :5]], words(lengths=LENGTHS), ValueError, "v has 5 keys, k has 6; they must be equal"),
+    (
+        CACHED, words(page_table=TABLE), ValueError,
+        "lengths is None, page_table is given; wanted the length of each sequence",
+    ),
+    (
+        CACHED, words(page_table=TABLE[:2], lengths=LENGTHS), ValueError,
+        "page_table has shape (2, 2); wanted (3, pages a sequence)",
+    ),
+    (CACHED, words(lengths=[6, 0, 1]), TypeError, f"lengths is a list; wanted {ANY}"),
+    (CACHED, words(lengths=LENGTHS[:2]), ValueError, "lengths has shape (2,); wanted (3,)"),
+    (CACHED, words(lengths=LENGTHS.astype(np.float32)), TypeError, "lengths has dtype float32; wanted integers"),
+    (CACHED, words(lengths=LENGTHS + 1), ValueError, "lengths[0] is 7; wanted 0 to 6, what the cache can hold"),
+    (
+        CACHED, words(page_table=TABLE + 3, lengths=LENGTHS), ValueError,
+        "page_table[0, 0] is 3; wanted a page from 0 to 2",
+    ),
+    (
+        CACHED, words(lengths=DeviceArray(LENGTHS)), TypeError,
+        "q is a numpy array, lengths a cupy one; they must be of one library",
+    ),
+    (CACHED, words(lengths=LENGTHS, out=x(3, 2, 1, 7)), ValueError, "out has shape (3, 2, 1, 7); wanted (3, 2, 1, 8)"),
+    (
+        CACHED, words(lengths=LENGTHS, out=CACHE[:, :, 2:3]), ValueError,
+        "out shares memory with k; wanted memory of its own",
+    ),
+    (
+        CACHED, words(lengths=LENGTHS, causal=2), ValueError,
+        "causal is 2; wanted False, True, 'bottom-right' or 'top-left'",
+    ),
+]  # fmt: skip
+
 MERGE = [
     ([[], []], ValueError, "outs has 0 parts, lses 0; wanted the same number, at least one"),
     ([[QKV[0]], [LSE, LSE]], ValueError, "outs has 1 parts, lses 2; wanted the same number, at least one"),
@@ -903,7 +1001,7 @@ MERGE = [
 ]  # fmt: skip
 
 REJECTED = [
-    *((cuflash.forward, *each) for each in FORWARD),
+    *((cuflash.forward, *each) for each in (*FORWARD, *PREFILL)),
     *((cuflash.backward, *each) for each in BACKWARD),
     *((cuflash.decode, *each) for each in DECODE),
     *((cuflash.merge, arguments, {}, *rest) for arguments, *rest in MERGE),
@@ -916,7 +1014,8 @@ REJECTED = [
 )
 def test_rejected_with_a_sentence_and_nothing_written(function, arrays, keywords, error, sentence):
     if function in (cuflash.forward, cuflash.decode):  # an out that is asked for is not touched either
-        keywords = {"out": np.ones((2, 4, 8) if function is cuflash.forward else (3, 2, 1, 8), np.float32)} | keywords
+        shape = (3, 2, 1, 8) if getattr(arrays[-1], "ndim", 0) == 4 else (2, 4, 8)
+        keywords = {"out": np.ones(shape, np.float32)} | keywords
     given = [*arrays, *keywords.values(), *keywords.get("grads", ())]
     given = [each for each in given if isinstance(each, np.ndarray) and each.size < 10**6]
     before = [each.copy() for each in given]
@@ -943,20 +1042,32 @@ def test_an_empty_out_is_legal(shape):
 
 
 @pytest.mark.parametrize(
-    "function, count, sentence",
+    "function, count, keywords, sentence",
     [
-        ("backward", 6, "has no GPU kernel for float32 yet; wanted float16, bfloat16 or float64, or NumPy arrays"),
-        ("decode", 3, "has no GPU kernel for float32 yet; wanted float16 or bfloat16, or NumPy arrays"),
+        (
+            "backward", 6, {},
+            "has no GPU kernel for float32 yet; wanted float16, bfloat16 or float64, or NumPy arrays",
+        ),
+        (
+            "decode", 3, {"dtype": np.float64},
+            "has no GPU kernel for float64 yet; wanted float16, bfloat16 or float32, or NumPy arrays",
+        ),
+        (
+            "forward", 3, {"lengths": on_gpu(1, dtype=np.int32)},
+            "has no GPU kernel for float32 with lengths yet; wanted float16 or bfloat16, or NumPy arrays",
+        ),
     ],
-)
-def test_no_gpu_kernel_yet(function, count, sentence):
-    arrays = [on_gpu(1, 1, 4, 8) for _ in range(count)]
+)  # fmt: skip
+def test_no_gpu_kernel_yet(function, count, keywords, sentence):
+    kind = {name: x for name, x in keywords.items() if name == "dtype"}
+    keywords = {name: x for name, x in keywords.items() if name not in kind}
+    arrays = [on_gpu(1, 1, 4, 8, **kind) for _ in range(count)]
     if function == "backward":
         arrays[5] = on_gpu(1, 1, 4)
     with pretended_gpu():
-        for call in (getattr(cuflash, function), lambda *arrays: cuflash.explain(function, *arrays)):
+        for call in (getattr(cuflash, function), partial(cuflash.explain, function)):
             with pytest.raises(NotImplementedError) as error:
-                call(*arrays)
+                call(*arrays, **keywords)
             assert str(error.value) == f"{function}: {sentence}"
 
 
@@ -1236,19 +1347,21 @@ def planned_problem(recipe):
 
 @pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
 @settings(max_examples=200)
-@given(testing.caches())
+@given(testing.caches(dtypes=("float16", "bfloat16", "float32")))
 def test_every_plan_of_decode_asks_for_a_listed_variant(limits, recipe):
     problem = planned_problem(recipe)
     plan = _plan.plan(problem, limits)
     before = recipe.append or recipe.rotary
-    kernels = (["append"] if before else []) + ["decode_8bit" if recipe.kv_format else "decode"]
+    kind = recipe.kv_format or recipe.dtype
+    named = {"int8": "decode_8bit", "e4m3": "decode_8bit", "float32": "decode_f32"}
+    kernels = (["append"] if before else []) + [named.get(kind, "decode")]
     assert plan.engine == "portable"
     assert [step.variant.kernel for step in plan.steps] == (kernels if recipe.lengths and recipe.queries else [])
     assert all(step.variant in _plan.variants(limits) for step in plan.steps)
     for step in plan.steps[-1:]:
         assert plan.variant == step.variant
         assert step.variant.head_dim >= recipe.head_dim and step.variant.value_dim >= recipe.value_dim
-        assert step.variant.element == recipe.kv_format or step.variant.element == recipe.dtype
+        assert step.variant.element == kind
         several = step.args["splits"] > 1
         made = ["out", "lse", *["totals"] * bool(before), *["rotated"] * bool(recipe.rotary)]
         assert [buffer.name for buffer in plan.buffers] == [*made, *["parts", "arrived"] * several]
@@ -1256,6 +1369,35 @@ def test_every_plan_of_decode_asks_for_a_listed_variant(limits, recipe):
     assert _plan.plan(replace(problem, engine="portable"), limits).reason == "asked for"
     with pytest.raises(ValueError, match="engine is 'sm90', but"):
         _plan.plan(replace(problem, engine="sm90"), limits)
+
+
+@pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
+@settings(max_examples=200)
+@given(testing.prefills())
+def test_every_plan_on_a_cache_asks_for_a_listed_variant(limits, recipe):
+    q, k, v, tables = recipe.arrays()
+    problem = _problem.forward(q, k, v, **(KEYWORDS | tables | recipe.keywords))
+    problem = replace(problem, library="cupy", device=0)
+    plan = _plan.plan(problem, limits)
+    assert plan.engine == "portable" and len(plan.steps) == bool(recipe.lengths and recipe.queries)
+    for step in plan.steps:
+        assert step.variant in _plan.variants(limits) and step.variant.name.endswith("_paged")
+        assert step.variant.head_dim >= recipe.head_dim and step.variant.value_dim >= recipe.value_dim
+        assert step.shared_bytes == step.variant.shared_bytes
+    assert {copy.name for copy in plan.copies} <= {"q", "k", "v", "lengths", "page_table"}
+    with pytest.raises(ValueError, match="engine is 'sm90', but (rows of a cache|wgmma)"):
+        _plan.plan(replace(problem, engine="sm90"), limits)
+
+
+def test_what_a_cache_has_room_for_changes_no_order_of_arithmetic():
+    recipe = testing.CacheRecipe(lengths=(40, 3), heads=6, key_heads=2, queries=70, head_dim=64, value_dim=24)
+    facts = set()
+    for changes in ({}, {"spare": 3000}, {"lengths": (9,) * 7}, {"page_size": 16}, {"k": "offset"}, {"q": "swapped"}):
+        q, k, v, tables = replace(recipe, **changes).arrays()
+        problem = replace(_problem.forward(q, k, v, **(KEYWORDS | tables)), library="cupy", device=0)
+        (step,) = _plan.plan(problem, HOPPER).steps
+        facts.add((step.variant, step.args["pack"]))
+    assert len(facts) == 1
 
 
 def test_an_append_goes_first_a_warp_a_row():
@@ -1875,7 +2017,8 @@ EXAMPLES += [make(64, parts) for make in (_plan.parts_variant, _plan.hopper_floa
 EXAMPLES += [make(dtype) for make in (_plan.rows_variant, _plan.finish_variant) for dtype in ("float16", "float64")]
 EXAMPLES += [_plan.float64_backward_variant(64, 64, HOPPER)]
 EXAMPLES += [_plan.append_variant("float16"), _plan.decode_variant("float16", 64, HOPPER)]
-EXAMPLES += [_plan.decode_8bit_variant("e4m3", 64, HOPPER)]
+EXAMPLES += [_plan.decode_8bit_variant("e4m3", 64, HOPPER), _plan.cache_variant("float16", 64, 64, HOPPER)]
+EXAMPLES += [_plan.decode_f32_variant(64, HOPPER), _plan.append_variant("float32")]
 EXAMPLES = list(dict.fromkeys(EXAMPLES))  # float32 and float64 have one kernel for all masks
 
 
@@ -1909,7 +2052,7 @@ def test_the_preamble_holds_constants_and_types_alone(variant):
         "query_registers": "forward_sm90", "out_staged": "forward_sm90", "early": "forward_sm90",
         "ordered": "backward backward_f64 backward_sm90", "tall_products": "forward_f64 backward_f64",
         "keys_shared": "backward_f64", "vector_adds": "backward",
-        "converts": "decode_8bit", "parts": "forward_f32 forward_f32_sm90 forward_parts",
+        "converts": "decode_8bit", "paged": "forward", "parts": "forward_f32 forward_f32_sm90 forward_parts",
     }  # fmt: skip
     numbers = {
         field.name: getattr(variant, field.name)

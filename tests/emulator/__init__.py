@@ -262,9 +262,10 @@ class Host:
 class _Forward(_launch._GpuForward):
     """A prepared call of `forward` on the emulator."""
 
-    def __call__(self, q, k, v, out):
-        self.backend.memory += [(x, False) for x in (q, k, v)] + ([] if out is None else [(out, True)])
-        result = self._run(*(None if x is None else x.view(DeviceArray) for x in (q, k, v, out)))
+    def __call__(self, inputs, out):
+        self.backend.memory += [(x, False) for x in inputs.values()] + ([] if out is None else [(out, True)])
+        seen = {name: x.view(DeviceArray) for name, x in inputs.items()}
+        result = self._run(seen, None if out is None else out.view(DeviceArray))
         made, *lse = (x.view(np.ndarray) for x in (result if self.return_lse else (result,)))
         out = made if out is None else out
         return (out, *lse) if lse else out
@@ -348,18 +349,25 @@ class Emulator:
         dims = q.shape[-1], v_cache.shape[-1]
         self.build(_plan.decode_variant_of(kv_format or q.dtype.name, *dims, self.limits, rows))
 
+    def prepare_cache(self, q, k, v):
+        """Compile the kernel of a call of `forward` on a cache."""
+        self.build(_plan.cache_variant(q.dtype.name, q.shape[-1], v.shape[-1], self.limits))
+
     def forward(
-        self, q, k, v, *, scale=None, causal=False, window=None, precision=None, return_lse=False, out=None, engine=None
+        self, q, k, v, *, lengths=None, page_table=None, scale=None, causal=False, window=None, precision=None,
+        return_lse=False, out=None, engine=None,
     ):  # fmt: skip
         """`cuflash.forward` of NumPy arrays, by the kernels. ``engine`` is None or "emulated"."""
         engine = None if engine == "emulated" else engine
-        q, k, v = (_problem.adopt("forward", name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+        inputs = {"q": q, "k": k, "v": v, "lengths": lengths, "page_table": page_table}
+        inputs = {name: _problem.adopt("forward", name, x) for name, x in inputs.items() if x is not None}
         out = out if out is None else _problem.adopt("forward", "out", out)
-        problem = _problem.forward(
-            q, k, v, scale=scale, causal=causal, window=window, precision=precision, return_lse=return_lse, out=out,
-            engine=engine,
-        )  # fmt: skip
-        return _Forward(problem, self.plan(problem), Host(self))(q, k, v, out)
+        with mock.patch.object(_problem, "_check_tables"):  # what a GPU holds the host does not look at
+            problem = _problem.forward(
+                **inputs, scale=scale, causal=causal, window=window, precision=precision, return_lse=return_lse,
+                out=out, engine=engine,
+            )  # fmt: skip
+        return _Forward(problem, self.plan(problem), Host(self))(inputs, out)
 
     def backward(
         self, dout, q, k, v, out, lse, *, scale=None, causal=False, window=None, dlse=None, grads=None, engine=None

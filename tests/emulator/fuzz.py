@@ -21,7 +21,7 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, capability=(9,
     Parameters
     ----------
     check : str
-        Name of one of `cuflash.testing.forward_checks`, `gradient_checks` or `decode_checks`.
+        Name of one of `cuflash.testing.forward_checks`, `gradient_checks`, `prefill_checks` or `decode_checks`.
     dtype : str
         Of the problems; or "tf32", which is float32 with that precision; or the format of 8-bit caches, whose queries
         are of either 16-bit dtype.
@@ -36,7 +36,7 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, capability=(9,
     derandomize : bool
         Whether every run draws the same.
     **strategy
-        Keywords of `cuflash.testing.problems` or `caches`.
+        Keywords of `cuflash.testing.problems`, `caches` or `prefills`.
 
     Raises
     ------
@@ -44,11 +44,11 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, capability=(9,
         For the smallest problem found on which the check does not hold or a kernel breaks a rule.
     """
     check = getattr(testing, check)
+    kinds = {"dtypes": ["float32" if dtype == "tf32" else dtype]}
     if check in testing.decode_checks:
-        kinds = {"dtypes": ["float16", "bfloat16"], "formats": [dtype]} if dtype in FORMATS else {"dtypes": [dtype]}
-        recipes = testing.caches(**({"formats": [None]} | kinds | strategy))
-    else:
-        recipes = testing.problems(dtypes=["float32" if dtype == "tf32" else dtype], **strategy)
+        kinds = {"dtypes": ["float16", "bfloat16"], "formats": [dtype]} if dtype in FORMATS else kinds
+        kinds = {"formats": [None]} | kinds
+    recipes = testing.strategy_of(check)(**kinds, **strategy)
     if dims is not None:
         recipes = recipes.map(lambda recipe: replace(recipe, head_dim=dims[0], value_dim=dims[1]))
     elif engine == "sm90" and dtype in ("float32", "tf32"):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cuflash import _variant, bounds, testing
+from cuflash import _variant, bounds, reference, testing
 
 from . import HERE, LIMITS, Emulator, EmulatorError
 
@@ -36,6 +36,25 @@ def check_faint_values(decode, recipe, xp=np, path=None):
     q, k, v, scales = recipe.values()
     values = q, k, v, scales | {"v_scale": scales["v_scale"] * np.float32(1e-7)}
     testing.check_decode_bound(decode, recipe, path=path, values=values)
+
+
+def check_missing_pages(attention, recipe, xp=np, path=None):
+    """A sequence of which a page in the middle does not exist is NaN where rows see its keys; others are not."""
+    q, k, v, tables = recipe.arrays(xp)
+    table, size, b = reference.host(tables["page_table"]).copy(), recipe.page_size, np.argmax(recipe.lengths)
+    gone = recipe.lengths[b] // size // 2
+    table[b, gone] = len(k)
+    results = attention(q, k, v, return_lse=True, **(tables | {"page_table": xp.asarray(table)}), **recipe.keywords)
+    out, lse = (reference.host(x) for x in results)
+    exact = bounds.forward(q, k, v, path=path, **tables, **recipe.keywords)
+    others = np.arange(len(q)) != b
+    worst = bounds.worst(
+        (out[others], lse[others]),
+        bounds.Bounded(*(getattr(exact, name)[others] for name in ("out", "lse", "out_bound", "lse_bound"))),
+    )
+    assert worst <= 1, f"error over bound {worst}"
+    rows = recipe.mask(b)[:, gone * size : (gone + 1) * size].any(axis=1)
+    assert np.isnan(out[b][:, rows]).all() and np.isnan(lse[b][:, rows]).all(), "a key is missing and nobody says so"
 
 
 def check_gradient_of_lse(attention, recipe, xp=np, path=None, gradients=None):
@@ -128,9 +147,14 @@ class Mutation:
         return "gradients" in inspect.signature(self.check).parameters
 
     @property
+    def cache(self):
+        """Whether it is about caches: of decode or of forward."""
+        return isinstance(self.recipe, testing.CacheRecipe)
+
+    @property
     def decode(self):
         """Whether it is about decode."""
-        return isinstance(self.recipe, testing.CacheRecipe)
+        return "decode" in inspect.signature(self.check).parameters
 
     def overlay(self, folder):
         """Write the kernels' files that the emulator and the mistake replace to a folder; return it."""
@@ -150,9 +174,12 @@ class Mutation:
     def compile(self, overlay):
         """Compile the kernels that the problem takes."""
         emulator = self.emulator(overlay)
-        if self.decode:
+        if self.cache:
             q, k, v, _ = self.recipe.arrays()
-            emulator.prepare_decode(q, k, v, self.recipe.kv_format)
+            if self.decode:
+                emulator.prepare_decode(q, k, v, self.recipe.kv_format)
+            else:
+                emulator.prepare_cache(q, k, v)
         elif self.backward:
             emulator.prepare(*self.recipe.arrays(), backward=True, **self.recipe.keywords)
         else:
@@ -272,7 +299,7 @@ ROLES = replace(HOPPER_GRADIENT, queries=150, keys=150, head_dim=256, value_dim=
 
 BARRIER = "sync_threads();  // what was copied is here for all warps, and all have left what is filled next\n"
 PINS = "            pin(out);\n            pin(weights);\n"
-KEYS = "facts.k = args.k + args.k_strides.offset(place.batch0, place.batch1, place.head"
+KEYS = "facts.k = args.k + args.k_strides.offset(place.batch0, batch1, place.head"
 
 # Decode. Sequences of several splits, of one and of none, in pages that are no whole tiles; rows that see unlike keys.
 CACHE = testing.CacheRecipe(
@@ -283,6 +310,17 @@ WINDOWED = replace(CACHE, queries=20, causal=False, window=(40, 9))
 FIRST_ROWS = replace(CACHE, queries=20, causal="top-left")
 BUSY = replace(CACHE, lengths=(290, 250, 70), heads=12, key_heads=4, queries=5)
 LONG_CACHE = replace(CACHE, lengths=(2000,), splits=1)  # rings that go round
+
+# Forward on such caches: some tiles of rows and of keys, pages of no whole tiles and of a key each, none.
+PREFILL = testing.CacheRecipe(
+    lengths=(290, 0, 70), page_size=24, heads=4, key_heads=2, queries=100, head_dim=40, value_dim=24, seed=1
+)
+PREFILL_WINDOW = replace(PREFILL, dtype="bfloat16", causal=False, window=(40, 9))
+PREFILL_ONE_STAGE = replace(PREFILL, heads=1, key_heads=1, queries=40, head_dim=192, value_dim=192, page_size=1)
+
+# The same in float32: rows of 16-byte quads, a lane a key and two; rows of two tiles.
+SINGLE = replace(CACHE, dtype="float32", heads=12, page_size=16)
+WIDE_SINGLE = replace(SINGLE, head_dim=100, value_dim=72)
 
 # The same from 8 bits: pages of no whole runs, of whole ones, and none; scales of slots and of heads.
 INT8 = replace(CACHE, dtype="bfloat16", kv_format="int8", k_scale="slot", v_scale="slot")
@@ -377,10 +415,6 @@ MUTATIONS = (
                 CACHE, testing.check_decode_bound,
             ),
             (
-                "mask_against_the_capacity", "args.top_left ? 0 : keys -", "args.top_left ? 0 : args.capacity -",
-                CACHE, testing.check_decode_bound,
-            ),
-            (
                 "page_looked_up_off_by_one", "seen ? pages.number(page) : -1;",
                 "seen ? pages.number(page + 1) : -1;", CACHE, testing.check_decode_bound,
             ),
@@ -438,6 +472,49 @@ MUTATIONS = (
             (
                 "mask_of_decode_one_key_too_far", "j >= first && j < end ?", "j >= first && j <= end ?",
                 WINDOWED, testing.check_decode_bound,
+            ),
+        )
+    ),
+    *(
+        Mutation(name, "decode_f32.cu", old, new, recipe, check)
+        for name, old, new, recipe, check in (
+            (
+                "queries_of_float32_not_waited_for", "sync_threads();  // the rows of q are here", "",
+                SINGLE, testing.check_decode_bound,
+            ),
+            (
+                "parts_of_a_key_apart", "lanes = TILE_K; lanes < WARP; lanes *= 2) scores",
+                "lanes = WARP; lanes < WARP;) scores", WIDE_SINGLE, testing.check_decode_bound,
+            ),
+            (
+                "weights_of_a_key_summed_twice", "if (mine) row.sum +=", "row.sum +=", WIDE_SINGLE,
+                testing.check_decode_bound,
+            ),
+            (
+                "row_raised_alone", "const float factor = row.raise(top);",
+                "const float factor = 1.0f + 0 * row.raise(top);", replace(SINGLE, scale=4.0),
+                testing.check_decode_bound,
+            ),
+            (
+                "maximum_of_some_lanes", "lanes = 1; lanes < WARP; lanes *= 2) top",
+                "lanes = 1; lanes < 8; lanes *= 2) top", replace(SINGLE, scale=4.0), testing.check_decode_bound,
+            ),
+            (
+                "values_of_every_second_key", "lanes = VALUE_LANES; lanes < WARP; lanes *= 2)",
+                "lanes = WARP; lanes < WARP;)", SINGLE, testing.check_decode_bound,
+            ),
+            (
+                "hidden_scores_of_float32_kept", "j < mask.end_key(i) ? scores[r]", "j <= mask.end_key(i) ? scores[r]",
+                replace(SINGLE, queries=3), testing.check_decode_bound,
+            ),
+            (
+                "code_for_too_few_rows", "if (work.rows <= 4) {", "if (work.rows <= 8) {",
+                SINGLE, testing.check_decode_bound,
+            ),
+            (
+                "quad_beyond_a_row_written", "if (column < args.value_dim) store_global(to + column * WIDTH, Quad",
+                "if (column <= args.value_dim) store_global(to + column * WIDTH, Quad", SINGLE,
+                testing.check_decode_bound,
             ),
         )
     ),
@@ -524,6 +601,66 @@ MUTATIONS = (
             ),
         )
     ),
+    *(
+        Mutation("mask_against_the_capacity" + kind, "cache.cuh", "args.top_left ? 0 : keys -",
+                 "args.top_left ? 0 : capacity -", recipe, check)
+        for kind, recipe, check in (
+            ("", CACHE, testing.check_decode_bound), ("_of_forward", PREFILL, testing.check_prefill_bound),
+        )
+    ),
+    *(
+        Mutation(name, "forward.cu", old, new, recipe, check)
+        for name, old, new, recipe, check in (
+            (
+                "rows_copied_before_they_are_written_down", "sync_threads();  // the rows are written down", "",
+                PREFILL, testing.check_prefill_bound,
+            ),
+            (
+                "rows_written_down_over_those_in_use", "(t & 1) * TILE_K * sizeof(CacheRow)", "0",
+                PREFILL_ONE_STAGE, testing.check_prefill_bound,
+            ),
+            (
+                "pages_of_the_tile_before_of_forward", "        send_for(tile - 2);\n", "",
+                PREFILL, testing.check_prefill_bound,
+            ),
+            (
+                "rows_of_a_tile_too_early", "        write_down(tile - 1);\n", "        write_down(tile);\n",
+                PREFILL, testing.check_prefill_bound,
+            ),
+            (
+                "rows_beyond_a_length_looked_up", "key >= facts.first_key && key < facts.end_key;",
+                "key >= facts.first_key;", PREFILL, testing.check_prefill_bound,
+            ),
+            (
+                "pages_read_that_do_not_exist", "if (pages.exists(page)) {", "if (true) {",
+                PREFILL, check_missing_pages,
+            ),
+            (
+                "missing_pages_told_to_nobody", "missing = true;", "missing = false;", PREFILL, check_missing_pages,
+            ),
+            (
+                "warps_do_not_tell_each_other_of_pages",
+                "return any(lane_index() < WARPS &&", "return mine && any(lane_index() < WARPS &&", PREFILL,
+                check_missing_pages,
+            ),
+            (
+                "careful_path_of_another_page", "pages.number(pages.size.divide(j)), key_head, j);",
+                "pages.number(0), key_head, j);", PREFILL_WINDOW, testing.check_prefill_hidden_keys,
+            ),
+            (
+                "hidden_values_of_a_cache_not_noticed", "ballot(inside && !missing && (",
+                "ballot(false && (", PREFILL_WINDOW, testing.check_prefill_hidden_keys,
+            ),
+        )
+    ),
+    Mutation(
+        "place_in_a_page_off_of_forward", "place.cuh", "const int place = j - size.divide(j) * size.value;",
+        "const int place = j - size.divide(j) * (size.value - 1);", PREFILL, testing.check_prefill_bound,
+    ),
+    Mutation(
+        "gathered_rows_not_zeroed", "tile.cuh", "const bool read = address != nullptr;", "const bool read = true;",
+        PREFILL, testing.check_prefill_bound,
+    ),
     Mutation("page_of_a_key_off", "place.cuh", "+ n) >> shift;", ") >> shift;", CACHE, testing.check_decode_bound),
     # Barriers and waits
     Mutation("barrier_before_a_tile_removed", "forward.cu", BARRIER, "", CAUSAL),
@@ -544,7 +681,8 @@ MUTATIONS = (
         "        sync_warp();\n        load_queries", "        load_queries", CAUSAL,
     ),
     Mutation(
-        "out_written_over_q_without_sync_warp", "forward.cu", "    sync_warp();\n\n    store(", "\n    store(", CAUSAL,
+        "out_written_over_q_without_sync_warp", "forward.cu",
+        "    sync_warp();\n\n    bool missing", "\n    bool missing", CAUSAL,
     ),
     # Lanes, rows and columns
     Mutation(
@@ -599,7 +737,7 @@ MUTATIONS = (
     ),
     Mutation(
         "hidden_values_not_noticed", "forward.cu",
-        "ballot(inside && (", "ballot(false && (", CAUSAL, testing.check_hidden_keys_may_hold_anything,
+        "ballot(inside && !missing && (", "ballot(false && (", CAUSAL, testing.check_hidden_keys_may_hold_anything,
     ),
     # Softmax
     Mutation("rescale_left_out", "forward.cu", "if (!any(moved)) return;", "return;", STEEP),
