@@ -535,8 +535,8 @@ def backward_variant(dtype, head_dim, value_dim, limits):
 
 # Tiles of backward's main kernel in float64: tile_q, tile_k, warps, whether k and v lie in shared memory. The first
 # that fit it are taken, so the largest, by which rows are read least often; registers have room for all of them. At
-# head_dim 256 keys and values do not fit 99 KB beside rows. Head dims are padded alike. On an H200, at 64: 32 rows 0.86,
-# at 128 16 rows 0.89, 32 keys 0.73; 16 warps the same.
+# head_dim 256 keys and values do not fit 99 KB beside rows. Head dims are padded alike. On an H200, at 64: 32 rows
+# 0.86; at 128 16 rows 0.89, 32 keys 0.73; 16 warps the same.
 FLOAT64_BACKWARD_TILES = (
     (64, 64, 8, 1),
     (32, 64, 8, 1),

@@ -129,10 +129,16 @@ KERNELS = {
         ),
     ),
     "forward_f32": ("forward_f32.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
-    "forward_parts": ("forward_parts.cu", _args(np.float32, FORWARD_POINTERS["forward_f32_sm90"], wide="query_blocks key_blocks")),
+    "forward_parts": (
+        "forward_parts.cu",
+        _args(np.float32, FORWARD_POINTERS["forward_f32_sm90"], wide="query_blocks key_blocks"),
+    ),
     "forward_f32_sm90": (
         "forward_f32_sm90.cu",
-        _args(np.float32, FORWARD_POINTERS["forward_f32_sm90"], "q_map k_map v_map", wide="first_block", sizes="out_vectors"),
+        _args(
+            np.float32, FORWARD_POINTERS["forward_f32_sm90"], "q_map k_map v_map", wide="first_block",
+            sizes="out_vectors",
+        ),
     ),
     "forward_f64": ("forward_f64.cu", _args(np.float64, wide="first_block", sizes="out_vectors")),
     "forward_sm90": (
