@@ -99,7 +99,8 @@ def test_after_convergence_they_are_those_of_the_cost():
 def test_the_table(capsys):
     assert science.main(["--numpy", *SMALL]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert [line[:14].strip() for line in said[1:]][:13] == ["use", *(use.name for use in science.USES for _ in range(4))]
+    names = ["use", *(use.name for use in science.USES for _ in range(4))]
+    assert [line[:14].strip() for line in said[1:14]] == names
     assert len({len(line) for line in said[1:14]}) == 1
     assert said[2].split()[-1] != "-" and said[3].split()[-1] == "-"  # naive beside 90 points, not beside 150
     assert "by differences" in said[14] and "every error" in said[15]
@@ -133,10 +134,10 @@ def test_what_does_not_fit_is_shown(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[2].split()[4] == "-"
 
 
-def test_nan_is_the_worst_error():
+def test_nan_is_no_small_error():
     ones = np.ones(3)
     assert science.worst([ones, ones / 2], [ones, ones]) == 0.5
-    assert science.worst([ones, np.array([1, np.nan, 1])], [ones, ones]) == np.inf
+    assert not science.worst([np.array([1, np.nan, 1]), ones], [ones, ones]) <= 1
 
 
 def test_the_plot(tmp_path):
