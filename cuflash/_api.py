@@ -101,6 +101,13 @@ def forward(
     >>> cuflash.forward(rows, pages, pages, lengths=np.array([3]), page_table=table, causal=True)
     array([[[[13., 14.],
              [10., 11.]]]], dtype=float32)
+
+    Kernel regression: with ``-t**2 / 2`` as one more column of the keys, weights are those of the Gaussian
+    ``exp(-(x - t)**2 / 2 / width**2)``.
+
+    >>> x, t, y, width = np.array([[1.5]]), np.array([[1.0], [2.0], [9.0]]), np.array([[10.0], [20.0], [90.0]]), 0.5
+    >>> cuflash.forward(np.hstack([x, [[1]]]), np.hstack([t, -(t**2) / 2]), y, scale=width**-2)
+    array([[15.]])
     """
     return _launch.forward(q, k, v, lengths, page_table, scale, causal, window, precision, return_lse, out, engine)
 
