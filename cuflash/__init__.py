@@ -8,13 +8,13 @@ from ._compile import CompileError
 __version__ = "0.1.0"
 __all__ = [
     "CompileError", "PagedCache", "backward", "bounds", "decode", "explain", "forward", "merge", "quantize",
-    "reference", "testing", "vjp",
+    "reference", "roofline", "testing", "vjp",
 ]  # fmt: skip
 
 
 def __getattr__(name):
-    if name == "testing":  # needs hypothesis, so only when asked for
+    if name in ("roofline", "testing"):  # few ask for them, and testing needs hypothesis
         from importlib import import_module
 
-        return import_module(".testing", __name__)
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,7 @@
 It runs forward, backward and decode on the best engine here and on naive attention (two matrix products and a softmax
 in between, NumPy's or CuPy's), holds each result against the float64 formulas of ``cuflash.reference`` inside the
 error bound of ``cuflash.bounds``, and exits with 1 if one lies outside. A function that has no kernel for this GPU yet
-runs on the CPU, smaller, and its row says so.
+runs on the CPU, smaller, and its row says so. ``python -m cuflash roofline`` is another job, see ``_roofline_main.py``.
 """
 
 import argparse
@@ -463,15 +463,17 @@ def _optional(value, form):
     return "-" if value is None else format(value, form)
 
 
-def table(rows):
+LEFT = {"problem", "engine", "why this engine"}  # headings of texts
+
+
+def table(rows, columns=COLUMNS, left=LEFT):
     """Rows as aligned lines under a line of headings; texts to the left, numbers to the right."""
-    cells = [list(COLUMNS), *([text(row) for text in COLUMNS.values()] for row in rows)]
+    cells = [list(columns), *([text(row) for text in columns.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    left = {"problem", "engine", "why this engine"}
     return [
         "  ".join(
             cell.ljust(width) if name in left else cell.rjust(width)
-            for name, cell, width in zip(COLUMNS, line, widths, strict=True)
+            for name, cell, width in zip(columns, line, widths, strict=True)
         ).rstrip()
         for line in cells
     ]
@@ -480,6 +482,7 @@ def table(rows):
 def parse(arguments=None):
     """Options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m cuflash", description="attention here, checked and timed")
+    parser.epilog = "python -m cuflash roofline --help: what attention costs, and how fast a device can be at it"
     parser.add_argument("--engine", choices=("numpy", "portable"), help="default: the best one here")
     parser.add_argument("--dtype", choices=tuple(ELEMENTS), help="default: float32 on the CPU, bfloat16 on a GPU")
     parser.add_argument("--head-dim", type=_positive, help="default: 64 on the CPU, 128 on a GPU")
@@ -513,6 +516,11 @@ def case_of(function, xp, options):
 
 def main(arguments=None):
     """Run the command line: 0 where every result lies inside its bound, else 1."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["roofline"]:
+        from . import _roofline_main  # which measures with what is here
+
+        return _roofline_main.main(arguments[1:])
     options = parse(arguments)
     cupy, reason = gpu()
     if options.engine == "numpy":
