@@ -1,0 +1,168 @@
+"""README's figures and the pictures are what the record gives; a changed digit is noticed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
+
+import record
+import report
+
+README = """Mean 1.00<!--forward sm90 best mean--> of 9<!--forward sm90 best cells--> cells, CuPy 1<!--cupy-->.
+
+<!-- table forward -->
+<!-- end -->
+
+int8 is 9.99<!--int8 1x2048 times--> times as fast, of 0<!--fuzz examples--> problems 7<!--fuzz failures--> fail.
+
+<!-- table decode -->
+
+| old |
+
+<!-- end -->
+"""
+
+
+def square(what, head_dim, mask, length, tflops, ratios, dtype="bfloat16", engine="sm90", **changes):
+    """A row of the grid of heads x head_dim = 2,048 and 16,384 tokens."""
+    heads = 2048 // head_dim
+    facts = [what, engine, dtype, head_dim, head_dim, mask, length, length, 16384 // length, heads, heads]
+    measured = {"tflops": tflops, "ms": 1.0, "rounds": {"ours": [1.0] * 5}, "ratios": ratios, "contenders": ratios}
+    return record.case_row(record.Case(*facts), **measured) | changes
+
+
+def single(length, key_heads, us, gbps, ratios, **changes):
+    """A row of decode."""
+    case = record.Case("decode", "portable", "bfloat16", 128, 128, "causal", 1, length, 1, 32, key_heads, graph=True)
+    measured = {"ms": us / 1e3, "gbps": gbps, "ratios": ratios, "contenders": ratios, "batch_invariant": False}
+    return record.case_row(case, **measured) | changes
+
+
+@pytest.fixture
+def taken():
+    """A small record."""
+    cases = [
+        square("forward", 64, "causal", 1024, 99.96, {"cudnn": 4.0, "fa3": 2.0}),
+        square("forward", 64, "full", 2048, 512.4, {"cudnn": 0.5, "fa3": None}),
+        square("forward", 64, "full", 1024, 500, {"cudnn": 1.257}),
+        square("forward", 64, "full", 4096, 999, {}),  # timed alone
+        square("forward", 64, "full", 8192, 999, {"cudnn": 9.0}, key_heads=4),
+        square("forward", 64, "causal", 1024, 200, {"fa2": 1.5}, engine="portable"),
+        single(1024, 8, 8.55, 490.5, {"cudnn": 0.887}),
+        single(1024, 8, 9.5, 450, {"cudnn": None}, page_size=16),
+        single(2048, 8, 1234, 3977.4, {"cudnn": 0.981}),
+        single(2048, 8, 617, 3000, {}, kv_format="int8"),
+        single(2048, 8, 5, 9000, {}, batch_invariant=True),
+        single(2048, 32, 50, 4000, {}),
+    ]
+    fuzz = [{"examples": 40_000, "failures": 0}, {"examples": 2_224, "failures": 0}]
+    sanitizer = [{"tool": "racecheck", "kernel": name, "errors": n} for name, n in (("forward", 1), ("backward", 46))]
+    host = [{"engine": "sm90", "us": 28.8, "contenders": {"fa2": 19.96}}]
+    versions = {"cupy-cuda13x": "14.2.0", "nvrtc": "13.0", "cores": 16}
+    return {"device": "TOY", "versions": versions, "cases": cases, "fuzz": fuzz, "sanitizer": sanitizer, "host": host}
+
+
+@pytest.fixture
+def files(taken, tmp_path):
+    """Arguments that name a record and a README in a folder of their own, both written."""
+    record.write(tmp_path / "toy.json", taken)
+    (tmp_path / "README.md").write_text(README)
+    return ["--record", str(tmp_path / "toy.json"), "--readme", str(tmp_path / "README.md")]
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """A picture is its mark alone, so that none needs matplotlib."""
+    monkeypatch.setattr(report, "draw", lambda picture, path: path.write_text(report.mark(picture)))
+
+
+def test_readme_shows_the_record(capsys):
+    assert report.main(["--check"]) == 0, "python -m bench.report: " + capsys.readouterr().out
+
+
+def test_tables(taken):
+    found = report.tables(taken)
+    assert found["forward"].splitlines() == [
+        "| head_dim | mask | 1,024 | 2,048 |",
+        "|---|---|---|---|",
+        "| 64 | full | 500 (1.26) | 512 (0.50) |",
+        "| 64 | causal | 100.0 (2.00) | - |",
+    ]
+    assert found["decode"].splitlines() == [
+        "| sequences x keys | 8 key heads | pages of 16 | 32 key heads | pages of 16 |",
+        "|---|---|---|---|---|",
+        "| 1 x 1,024 | 8.6 us, 490 GB/s (0.89) | 450 | - | - |",
+        "| 1 x 2,048 | 1,234 us, 3,977 GB/s (0.98) | - | 50.0 us, 4,000 GB/s | - |",
+    ]
+    assert set(found) == {"forward", "decode"}
+
+
+def test_both_passes_of_a_precise_dtype_share_a_line(taken):
+    taken["cases"] = [
+        square("backward", 128, "full", 8192, 42.46, {}, "float64", "portable"),
+        square("forward", 128, "full", 8192, 124, {"efficient": 2.9, "naive": 7.9}, "float32"),
+        square("forward", 128, "full", 8192, 255, {}, "float32", precision="tf32"),
+        square("backward", 128, "full", 8192, 60, {}, "float32"),
+    ]
+    assert report.tables(taken)["precise"].splitlines()[2:] == [
+        "| float32 | sm90 | 128 | full | 8,192 | 124 (2.90) | 60.0 |",
+        "| float32, precision tf32 | sm90 | 128 | full | 8,192 | 255 | - |",
+        "| float64 | portable | 128 | full | 8,192 | - | 42.5 |",
+    ]
+    drawn = report.pictures(taken)
+    assert list(drawn) == ["forward-float32", "backward-float32", "backward-float64"]
+    panels = drawn["forward-float32"][-1]["head_dim 128, full"]
+    assert panels["cuflash"] == [(8192, 124)] and panels["tf32"] == [(8192, 255)] and "naive" in panels
+
+
+def test_numbers(taken):
+    found = report.numbers(taken)
+    wanted = {"forward sm90 best mean": "1.08", "forward sm90 cudnn worst": "0.50", "forward sm90 rounds": "5"}
+    wanted |= {"forward portable fa2 mean": "1.50", "int8 1x2048 us": "617", "int8 1x2048 times": "2.00"}
+    wanted |= {"host sm90": "29", "host sm90 fa2": "20", "racecheck": "47", "racecheck backward": "46"}
+    wanted |= {"cupy": "14.2", "nvrtc": "13.0", "cores": "16", "fuzz examples": "42,224", "fuzz failures": "0"}
+    assert wanted.items() <= found.items()
+
+
+def test_a_changed_digit_is_noticed(files, undrawn, capsys):
+    assert report.main([*files, "--check"]) == 1
+    assert report.main(files) == 0 and report.main([*files, "--check"]) == 0
+    readme = Path(files[-1])
+    text = readme.read_text()
+    assert text.startswith("Mean 1.08<!--forward sm90 best mean--> of 3<!--")
+    assert "times as fast, of 42,224<!--fuzz examples--> problems 0<!--" in text and "old" not in text
+    for right, wrong in (("1.08<!--", "1.09<!--"), ("512 (0.50)", "513 (0.50)"), ("3,977", "3,978")):
+        readme.write_text(text.replace(right, wrong))
+        assert report.main([*files, "--check"]) == 1 and right in capsys.readouterr().out
+    report.main(files)
+    assert readme.read_text() == text
+
+
+def test_a_picture_of_other_points_is_noticed(files, taken, tmp_path, undrawn, capsys):
+    assert report.main(files) == 0
+    taken["cases"][1]["ratios"]["cudnn"] = 0.501  # what is written is the same
+    record.write(tmp_path / "toy.json", taken)
+    capsys.readouterr()
+    assert report.main([*files, "--check"]) == 1
+    assert capsys.readouterr().out == "toy-forward.png is not there, or shows other figures\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["9<!--forward sm90 fa9 mean-->", "nine<!--cupy-->", "<!-- table forward -->\n", "<!-- table x -->\n<!-- end -->"],
+)
+def test_a_place_that_cannot_be_filled_is_an_error(text, taken):
+    with pytest.raises(ValueError, match="^README.md: '"):
+        report.filled(text, taken)
+
+
+def test_pictures_are_small_and_carry_their_mark(files, taken, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert report.main(files) == 0
+    for name, picture in report.pictures(taken).items():
+        drawn = (tmp_path / f"toy-{name}.png").read_bytes()
+        assert drawn.startswith(b"\x89PNG") and len(drawn) < 100_000 and report.mark(picture).encode() in drawn
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["toy-decode.png", "toy-forward.png"]
+    assert report.main([*files, "--check"]) == 0
