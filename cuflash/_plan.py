@@ -474,7 +474,7 @@ def _float64_backward_variant(dim, tile_q, tile_k, warps, keys_shared, tall):
     shared = 16 * dim * tile_k if keys_shared else 256  # k and v, whose arrays are never empty
     shared += 16 * dim * tile_q  # q and dout
     shared += 16 * tile_k * tile_q  # p and ds
-    shared += 16 * tile_q + 64 * 16 + 64  # numbers of rows, visits, what a block works on
+    shared += 16 * tile_q + 1072 + 16  # numbers of rows, agenda, where keys lie
     return Variant(
         "backward_f64", "float64", "window", dim, dim, tile_q, tile_k, warps, 1, 1, shared,
         tall_products=tall, keys_shared=keys_shared,

@@ -860,9 +860,9 @@ MUTATIONS = (
     in_gradients64("weights_of_the_other_kind_not_awaited", "bar_sync(WEIGHTS_THERE, THREADS);", "", LONG64),
     in_gradients64("weights_of_the_mate_not_awaited", "bar_sync(AMONG_WEIGHTS, THREADS / 2);", "", LONG64),
     in_gradients64("slopes_of_the_mate_not_awaited", "bar_sync(AMONG_SLOPES, THREADS / 2);", "", LONG64),
-    in_gradients64("first_sums_added", "listed(shared, n).turn == 0", "listed(shared, n).turn == 1", LONG64),
+    in_gradients64("first_sums_added", "agenda.listed(n).turn == 0", "agenda.listed(n).turn == 1", LONG64),
     in_gradients64(
-        "turn_not_awaited", "while (ORDERED && turns < listed(shared, n).turn) turns = turns_had();", "", LONG64,
+        "turn_not_awaited", "while (ORDERED && turns < agenda.listed(n).turn) turns = turns_had();", "", LONG64,
         blocks=4,
     ),
     in_gradients64("keys_of_dq_mixed_up", "key = t / 2 + t % 2 * 8;", "key = t / 2 * 8 + t % 2;", GRADIENT64),
