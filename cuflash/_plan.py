@@ -514,8 +514,8 @@ def rows_variant(dtype):
 
 def finish_variant(dtype):
     """The kernel of backward that goes behind: as many rows of dq a block as the main kernel keeps together."""
-    rows = 16 if dtype == "float64" else 64
-    return Variant("backward_finish", dtype, "window", 256, 256, rows, 64, rows // 16, 320 // rows, 1, 0)
+    rows, blocks = (16, 12) if dtype == "float64" else (64, 5)
+    return Variant("backward_finish", dtype, "window", 256, 256, rows, 64, rows // 16, blocks, 1, 0)
 
 
 # Forward --------------------------------------------------------------------------------------------------------

@@ -749,13 +749,13 @@ MUTATIONS = (
     ),
     in_backward(
         "dq_of_other_rows",
-        "{sum[m].x[2 * half] * args.scale, sum[m].x[2 * half + 1] * args.scale};",
-        "{sum[m].x[2 - 2 * half] * args.scale, sum[m].x[3 - 2 * half] * args.scale};", GRADIENT,
+        "low = sums[m].x[2 * half] * args.scale, high = sums[m].x[2 * half + 1] * args.scale;",
+        "low = sums[m].x[2 - 2 * half] * args.scale, high = sums[m].x[3 - 2 * half] * args.scale;", GRADIENT,
         file="backward_finish.cu",
     ),
     in_backward(
-        "dq_scaled_in_every_second_column", "sum[m].x[2 * half + 1] * args.scale};", "sum[m].x[2 * half + 1]};",
-        GRADIENT, file="backward_finish.cu",
+        "dq_scaled_in_every_second_column", "high = sums[m].x[2 * half + 1] * args.scale;",
+        "high = sums[m].x[2 * half + 1];", GRADIENT, file="backward_finish.cu",
     ),
     in_backward(
         "chunks_of_dq_swapped_in_a_quad", "shuffle_xor(high ? low_pair[n] : high_pair[n], 2);",
