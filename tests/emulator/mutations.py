@@ -1066,13 +1066,13 @@ MUTATIONS = (
     ),
     in_backward(
         "dq_of_other_rows",
-        "{sum[m].x[2 * half] * args.scale, sum[m].x[2 * half + 1] * args.scale};",
-        "{sum[m].x[2 - 2 * half] * args.scale, sum[m].x[3 - 2 * half] * args.scale};", GRADIENT,
+        "low = sums[m].x[2 * half] * args.scale, high = sums[m].x[2 * half + 1] * args.scale;",
+        "low = sums[m].x[2 - 2 * half] * args.scale, high = sums[m].x[3 - 2 * half] * args.scale;", GRADIENT,
         file="backward_finish.cu",
     ),
     in_backward(
-        "dq_scaled_in_every_second_column", "sum[m].x[2 * half + 1] * args.scale};", "sum[m].x[2 * half + 1]};",
-        GRADIENT, file="backward_finish.cu",
+        "dq_scaled_in_every_second_column", "high = sums[m].x[2 * half + 1] * args.scale;",
+        "high = sums[m].x[2 * half + 1];", GRADIENT, file="backward_finish.cu",
     ),
     in_backward(
         "chunks_of_dq_swapped_in_a_quad", "shuffle_xor(high ? low_pair[n] : high_pair[n], 2);",
@@ -1192,9 +1192,9 @@ MUTATIONS = (
         "if (n > 0)", LONG64,
     ),
     in_gradients64("turn_handed_on_too_early", "release(n - 1);", "release(n);", LONG64, blocks=4),
-    in_gradients64("first_sums_added", "listed(shared, n).turn == 0", "listed(shared, n).turn == 1", LONG64),
+    in_gradients64("first_sums_added", "agenda.listed(n).turn == 0", "agenda.listed(n).turn == 1", LONG64),
     in_gradients64(
-        "turn_not_awaited", "while (ORDERED && turns < listed(shared, n).turn) turns = turns_had();", "", LONG64,
+        "turn_not_awaited", "while (ORDERED && turns < agenda.listed(n).turn) turns = turns_had();", "", LONG64,
         blocks=4,
     ),
     in_gradients64("keys_of_dq_mixed_up", "key = t / 2 + t % 2 * 8;", "key = t / 2 * 8 + t % 2;", GRADIENT64),
