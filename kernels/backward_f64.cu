@@ -529,7 +529,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     }
                     const int64 tile = agenda.tile_of(args, agenda.listed(n).visit);
                     const int octet = dq_block() * (HEAD_DIM / 8) + first * DQ_MATES + warp_index() % DQ_MATES;
-                    char* const to = args.dq_sum + tile * (TILE_Q * PITCH) + octet * SUM_BYTES + lane_index() * SUM_LANE;
+                    char* const to =
+                        args.dq_sum + tile * (TILE_Q * PITCH) + octet * SUM_BYTES + lane_index() * SUM_LANE;
                     auto send = [&](auto put) {
 #pragma unroll
                         for (int n = 0; n < DQ_ROUND; ++n) {
