@@ -2105,8 +2105,8 @@ def test_args_lie_where_the_struct_puts_them(kernel, real):
     assert found == {name: args.fields[name][1] for name in args.names}
     assert args.itemsize == -(-offset // widest) * widest
     pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
-    split = dict.fromkeys(("forward_parts", "forward_f32_sm90"), _variant.PARTS_POINTERS)
-    pointers = ({"append": _variant.APPEND_POINTERS, "decode": _variant.DECODE_POINTERS} | split).get(
-        kernel, pointers if kernel.startswith("backward") else "q k v out lse"
-    )
+    forward = _variant.FORWARD_POINTERS
+    others = {"append": _variant.APPEND_POINTERS, "forward_parts": forward["forward_f32_sm90"]} | forward
+    others |= dict.fromkeys(("decode", "decode_8bit", "decode_f32"), _variant.DECODE_POINTERS)
+    pointers = others.get(kernel, pointers if kernel.startswith("backward") else "q k v out lse")
     assert args.names[: len(pointers.split())] == tuple(pointers.split()), "a launch packs the pointers first"
