@@ -99,7 +99,7 @@ def draw(variant, seed):
     if fewest := gpu.fewest_keys(variant):  # and few rows, since the bound takes its time
         queries = queries if rng.random() < 0.1 else int(rng.integers(1, 40))
         keys, key_heads, group, batch = fewest + keys, 1, min(group, 2), 1
-    every = variant.backward or variant.kernel in ("forward_f32", "forward_fma")  # one kernel for all masks
+    every = variant.backward or variant.kernel in ("forward_f32", "forward_f64")  # one kernel for all masks
     mask = str(rng.choice(["full", "causal", "window"])) if every else variant.mask
     keywords = _mask_keywords(rng, mask, queries, keys)
     if rng.random() < 0.3:
@@ -152,7 +152,13 @@ def _near(rng, tile, most):
 def _dims(rng, variant):
     """head_dim and value_dim that are padded to the variant's, each at times the largest or a multiple of 8."""
     sizes = (variant.head_dim, variant.value_dim)
-    padded = {"decode": _plan.decode_dims, "decode_8bit": _plan.decode_8bit_dims}.get(variant.kernel, _plan._padded)
+    others = {
+        "decode": _plan.decode_dims,
+        "decode_8bit": _plan.decode_8bit_dims,
+        "forward_f32": _plan.float32_dims,
+        "forward_f64": _plan.float64_dims,
+    }
+    padded = others.get(variant.kernel, _plan._padded)
     if variant.hopper:
         padded = _plan.hopper_backward_dims if variant.backward else _plan.hopper_dims
     while True:
@@ -433,7 +439,7 @@ def main(argv=None):
     variants = [variant for variant in _plan.variants(gpu.limits()) if variant.engine == options.engine]
     variants = [variant for variant in variants if variant.element in options.dtype.split(",")]
     mains = {
-        "forward": ("forward", "forward_f32", "forward_fma", "forward_sm90"),
+        "forward": ("forward", "forward_f32", "forward_f64", "forward_sm90"),
         "backward": ("backward", "backward_sm90"),
         "decode": ("decode", "decode_8bit"),
     }

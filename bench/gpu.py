@@ -23,18 +23,10 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 import record
 
-from cuflash import _compile, _launch, _plan, _problem, bounds
+from cuflash import _api, _compile, _launch, _plan, _problem, bounds
 from cuflash._dtypes import ELEMENTS
 
-DEFAULTS = {
-    "forward": {"scale": None, "causal": False, "window": None, "return_lse": False, "out": None, "engine": None},
-    "backward": {"scale": None, "causal": False, "window": None, "dlse": None, "grads": None, "engine": None},
-    "decode": {
-        "lengths": None, "page_table": None, "k_scale": None, "v_scale": None, "kv_format": None, "k_new": None,
-        "v_new": None, "rotary": None, "rotary_interleaved": False, "overflow": None, "scale": None, "causal": True,
-        "window": None, "splits": None, "batch_invariant": False, "return_lse": False, "out": None, "engine": None,
-    },
-}  # fmt: skip
+DEFAULTS = {each.__name__: _launch.parameters(each)[1] for each in (_api.forward, _api.backward, _api.decode)}
 
 
 def limits():
@@ -176,7 +168,7 @@ def _run_file(file, folder, deadline):
     return output, counts
 
 
-def run_tests(json, seconds, at_once=8):
+def run_tests(json, seconds, at_once=16):
     """Run the test-suite, some files at once; counts go into the record whatever happened. 0 where all is well."""
     begin, total = time.monotonic(), dict.fromkeys(("passed", "failed", "skipped"), 0)
     files = sorted((record.ROOT / "tests").glob("test_*.py"))

@@ -47,7 +47,8 @@ def plant():
 
 def dims_of(variant, exact):
     """head_dim and value_dim that are padded to the variant's; a little less than them where not ``exact``."""
-    return (variant.head_dim, variant.value_dim) if exact else (variant.head_dim - 8, variant.value_dim - 7)
+    less = 0 if exact else 1
+    return tuple(dim - less * min(dim // 8 or 1, most) for dim, most in ((variant.head_dim, 8), (variant.value_dim, 7)))
 
 
 def appended(q, k, v):

@@ -388,4 +388,5 @@ def explain(function, *arrays, **keywords):
     >>> print(cuflash.explain("forward", x, x, x))
     numpy (the arrays are NumPy's): no launch
     """
-    return _launch.explain(getattr(function, "__name__", function), arrays, keywords)
+    functions = {each.__name__: each for each in (forward, backward, decode)}
+    return _launch.explain(getattr(function, "__name__", function), arrays, keywords, functions)

@@ -5,6 +5,7 @@ returns results. For CuPy arrays prepared calls are kept in a bounded dict, so t
 pointers and launches, and nothing more.
 """
 
+import inspect
 import math
 import struct
 import sys
@@ -112,21 +113,18 @@ def make_plan(problem):
     return _plan.plan(problem, None if problem.library == "numpy" else limits(problem.device))
 
 
-def explain(function, arrays, keywords):
-    """The plan of a call of any of the three functions."""
-    names = {"forward": "q k v", "backward": "dout q k v out lse", "decode": "q k_cache v_cache"}
-    if function not in names:
-        raise ValueError(f"explain: function is {function!r}; wanted one of {', '.join(map(repr, names))}")
-    defaults = {
-        "forward": {"causal": False, "return_lse": False, "out": None},
-        "backward": {"causal": False, "dlse": None, "grads": None},
-        "decode": {
-            "causal": True, "return_lse": False, "out": None, "lengths": None, "page_table": None, "k_scale": None,
-            "v_scale": None, "kv_format": None, "k_new": None, "v_new": None, "rotary": None,
-            "rotary_interleaved": False, "overflow": None, "splits": None, "batch_invariant": False,
-        },
-    }[function] | {"scale": None, "window": None, "engine": None}  # fmt: skip
-    wanted = names[function].split()
+def parameters(function):
+    """Names of the arrays that a function takes, and its keywords with their defaults."""
+    found = inspect.signature(function).parameters.values()
+    arrays = [each.name for each in found if each.default is each.empty]
+    return arrays, {each.name: each.default for each in found if each.default is not each.empty}
+
+
+def explain(function, arrays, keywords, functions):
+    """The plan of a call of one of the public functions, of which the last argument has all by name."""
+    if function not in functions:
+        raise ValueError(f"explain: function is {function!r}; wanted one of {', '.join(map(repr, functions))}")
+    wanted, defaults = parameters(functions[function])
     if len(arrays) != len(wanted):
         raise ValueError(f"explain: {function} takes the arrays {', '.join(wanted)}; got {len(arrays)}")
     arrays = [_problem.adopt(function, name, x) for name, x in zip(wanted, arrays, strict=True)]
@@ -473,9 +471,10 @@ class _NumpyDecode:
         problem = self.problem
         out = self.out(np.empty) if out is None else out
         lse = np.empty(problem.lse_shape, ELEMENTS[problem.dtype].lse) if problem.return_lse else None
-        scales = [given.pop(name) for name in ("k_scale", "v_scale")]
-        q, lengths = _numpy.append(problem, **given)
-        _numpy.decode(problem, q, given["k"], given["v"], lengths, given["page_table"], *scales, out, lse)
+        scales = {name: given[name] for name in ("k_scale", "v_scale")}
+        rest = {name: x for name, x in given.items() if name not in scales}
+        q, lengths = _numpy.append(problem, **rest)
+        _numpy.decode(problem, q, given["k"], given["v"], lengths, given["page_table"], **scales, out=out, lse=lse)
         return (out, lse) if problem.return_lse else out
 
 
@@ -574,8 +573,8 @@ def decode(
     for name, x in given.items():
         given[name] = x if x is None else _problem.adopt("decode", _DECODE_NAMES.get(name, name), x)
     out = out if out is None else _problem.adopt("decode", "out", out)
-    named = {{"k": "k_cache", "v": "v_cache"}.get(name, name): x for name, x in given.items()}
-    cos, sin = named.pop("cos"), named.pop("sin")
+    named = {_DECODE_NAMES.get(name, name): x for name, x in given.items()}
+    cos, sin = (named.pop(_DECODE_NAMES[name]) for name in ("cos", "sin"))
     problem = _problem.decode(
         **named, rotary=None if rotary is None else (cos, sin), rotary_interleaved=rotary_interleaved,
         kv_format=kv_format, scale=scale, causal=causal, window=window, splits=splits,
@@ -591,14 +590,19 @@ def decode(
 # Elementwise ------------------------------------------------------------------------------------------------------
 
 
+def _home(array):
+    """The module an array is of, and a context in which its device is the current one."""
+    if _problem.library(array) == "numpy":
+        return np, nullcontext()
+    import cupy
+
+    return cupy, cupy.cuda.Device(array.data.device_id)
+
+
 def merge(outs, lses):
     """Run ``merge``, in float32 (float64 for float64): elementwise work that NumPy and CuPy do well."""
     outs, lses = _problem.merge(outs, lses)
-    xp, place = np, nullcontext()
-    if _problem.library(outs[0]) == "cupy":
-        import cupy as xp
-
-        place = xp.cuda.Device(outs[0].data.device_id)
+    xp, place = _home(outs[0])
     with place, np.errstate(all="ignore"):
         top = lses[0]
         for lse in lses[1:]:
@@ -616,11 +620,7 @@ def merge(outs, lses):
 def quantize(x, kv_format, axis):
     """Run ``quantize``, in float32: elementwise work too."""
     x = _problem.quantize(x, kv_format, axis)
-    xp, place = np, nullcontext()
-    if _problem.library(x) == "cupy":
-        import cupy as xp
-
-        place = xp.cuda.Device(x.data.device_id)
+    xp, place = _home(x)
     with place, np.errstate(all="ignore"):
         largest = 127.0 if kv_format == "int8" else float(E4M3[-1])
         x = x.astype(np.float32)

@@ -108,22 +108,14 @@ def _padded(head_dim, value_dim):
     return fitting
 
 
-def _shared_bytes(kernel, element, head_dim, value_dim, tile_q, tile_k, warps, stages):
-    if kernel == "forward":  # q or out, then the stages of k and v; 48 bytes of facts a warp
-        return 2 * (tile_q * max(head_dim, value_dim) + stages * tile_k * (head_dim + value_dim)) + 48 * warps
-    if kernel == "forward_f32":  # three parts of q and of a tile of k and v; facts
-        return 6 * (tile_q * head_dim + tile_k * (head_dim + value_dim)) + 48 * warps
-    size = ELEMENTS[element].itemsize  # q, then k or v, rows padded by an element; the weights
-    return size * (tile_q * (head_dim + 1) + tile_k * (max(head_dim, value_dim) + 1) + tile_q * tile_k)
-
-
-# Tiles of float32, by the larger padded head dim: tile_q, tile_k, blocks a multiprocessor, stages. The first that fit
-# shared memory are taken. At 64 several blocks work while one splits keys; from 96 on one block reads keys for as many
-# rows as there is room for; at 256 registers hold out and no keys on their way. Nothing of it is measured yet.
+# Tiles of forward in float32 and in float64: tile_q, tile_k, blocks a multiprocessor and, of float32, stages. The first
+# that fit shared memory are taken. Nothing of it is measured.
 #
-# Head dims below 16 take the same kernel, padded to 32: of the 2,450 operations a cycle that mma.sync does on a
-# multiprocessor of an H200, a pair takes 768, 0.31 cycles. `forward_fma` reads shared memory some 30 times for a pair
-# at head_dim 3, and 32 of these are a cycle.
+# Float32, by the padded head dim, of v too, for what is padded is not multiplied: at 64 several blocks work while one
+# splits keys; from 96 on one block reads keys for as many rows as there is room for; at 256 registers hold out and no
+# keys on their way. Head dims below 16 take 32 too: of the 2,450 operations a cycle that mma.sync does on a
+# multiprocessor of an H200, a pair takes 768, 0.31 cycles, and without tensor cores each would read shared memory some
+# 30 times at head_dim 3, of which 32 are a cycle.
 FLOAT32_TILES = {
     32: ((128, 32, 2, 2),),
     64: ((64, 32, 3, 2), (64, 32, 2, 2)),
@@ -132,53 +124,105 @@ FLOAT32_TILES = {
     192: ((128, 32, 1, 2), (64, 16, 1, 2), (32, 16, 1, 1)),
     256: ((64, 32, 1, 1), (64, 16, 1, 1), (32, 16, 1, 1)),
 }
+# Float64, by padded head_dim and value_dim. Instructions take 4, 8 or 16 columns of q and k and 8 of v: points in space
+# with a number at each are (4, 8). Wider dims are few, to keep variants few; (8, 64) and (64, 8) are points with many
+# numbers and features with one.
+FLOAT64_TILES = {
+    (4, 8): ((64, 48, 3),),  # with 64 keys registers spill
+    (8, 8): ((64, 48, 3),),
+    (16, 16): ((64, 32, 4),),
+    (32, 32): ((64, 32, 3), (64, 16, 3)),
+    (8, 64): ((64, 32, 2),),
+    (64, 8): ((64, 32, 2), (64, 16, 2)),
+    (64, 64): ((64, 32, 2), (32, 16, 2)),
+    (96, 96): ((128, 32, 1), (64, 32, 1)),
+    (64, 128): ((128, 32, 1), (128, 16, 1)),
+    (128, 64): ((128, 32, 1), (128, 16, 1), (64, 16, 1)),
+    (128, 128): ((128, 32, 1), (128, 16, 1), (64, 16, 1)),  # 48 keys: neither registers nor shared memory are enough
+    (192, 192): ((64, 32, 1), (64, 16, 1), (32, 16, 1)),
+    (128, 256): ((64, 32, 1), (32, 16, 1)),
+    (256, 128): ((64, 16, 1), (32, 16, 1), (16, 16, 1)),
+    (256, 256): ((64, 16, 1), (32, 16, 1), (16, 16, 1)),
+}
 
 
-def float32_variant(head_dim, value_dim, limits):
-    """The portable engine's forward kernel of float32 for padded head dims: one for all masks."""
-    widest = max(head_dim, value_dim)
-    for tile_q, tile_k, blocks, stages in next(FLOAT32_TILES[dim] for dim in FLOAT32_TILES if widest <= dim):
-        warps = tile_q // 16
-        shared = _shared_bytes("forward_f32", "float32", head_dim, value_dim, tile_q, tile_k, warps, stages)
-        if blocks * (shared + 1024) <= limits.shared_bytes + 1024:
-            break
+def _alike(tiles, head_dim, value_dim):
+    """Both head dims as the narrowest of a table that is as wide as either."""
+    dim = next(dim for dim in tiles if max(head_dim, value_dim) <= dim)
+    return dim, dim
+
+
+def float32_dims(head_dim, value_dim):
+    """Head dims as forward compiles them for float32: alike."""
+    return _alike(FLOAT32_TILES, head_dim, value_dim)
+
+
+def float64_dims(head_dim, value_dim):
+    """Head dims as forward compiles them for float64: the narrowest pair that holds both."""
+    return min((dims for dims in FLOAT64_TILES if head_dim <= dims[0] and value_dim <= dims[1]), key=sum)
+
+
+def _float32_variant(head_dim, value_dim, tile_q, tile_k, blocks, stages):
+    warps = tile_q // 16
+    shared = 6 * (tile_q * head_dim + tile_k * (head_dim + value_dim)) + 48 * warps  # three parts each; facts
     return Variant(
         "forward_f32", "float32", "window", head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared
     )
 
 
-def forward_variant(dtype, mask, head_dim, value_dim, limits):
-    """The portable engine's forward kernel for padded head dims."""
+def _float64_variant(head_dim, value_dim, tile_q, tile_k, blocks, tall):
+    warps = tile_q // 16 * (2 if value_dim > 128 else 1)  # two share rows where half of the columns fill the registers
+    pitch = 8 * head_dim + 64 * (head_dim % 16 == 0)  # of a row of k; see the kernel
+    shared = 8 * tile_q * head_dim + tile_k * (pitch + 8 * value_dim + 16) + 32  # the last: facts
+    return Variant(
+        "forward_f64", "float64", "window", head_dim, value_dim, tile_q, tile_k, warps, blocks, 1, shared,
+        tall_products=tall,
+    )  # fmt: skip
+
+
+def _precise_variant(dtype, head_dim, value_dim, limits):
+    """The portable engine's forward kernel of float32 or float64, for head dims as given: one for all masks."""
     if dtype == "float32":
-        return float32_variant(head_dim, value_dim, limits)
-    if dtype in ("float16", "bfloat16"):
-        kernel, widest, stages = "forward", max(head_dim, value_dim), 2
-        if widest <= 32:
-            tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 128: 0.97 of it, causal
-        elif widest <= 64:
-            tile_q, tile_k, warps, blocks = 128, 128, 4, 2  # tile_k 64: 0.92 of it
-        elif widest <= 128:
-            tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 32: 0.95; 16 rows a warp: 0.80
-        else:  # registers hold out of 16 rows a warp; two stages of tile_k 32: 0.97 of it; 8 warps, one block: 0.96
-            tile_q, tile_k, warps, blocks, stages = 64, 64, 4, 2, 1
-        if limits.capability >= (10, 0) and stages == 2:  # registers spill there with larger tiles
-            tile_k //= 2
-        elif limits.capability < (9, 0) and mask == "window":
-            tile_k = min(tile_k, 32)
-    else:  # one kernel for all masks, written for the most general: nothing here is fast
-        kernel, mask, tile_q, tile_k, warps, blocks, stages = "forward_fma", "window", 16, 16, 4, 1, 1
-    shared = _shared_bytes(kernel, dtype, head_dim, value_dim, tile_q, tile_k, warps, stages)
-    return Variant(kernel, dtype, mask, head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared)
+        dims = float32_dims(head_dim, value_dim)
+        choices = [_float32_variant(*dims, *tile) for tile in FLOAT32_TILES[dims[0]]]
+    else:
+        dims = float64_dims(head_dim, value_dim)
+        tall = int(limits.capability >= (9, 0))
+        choices = [_float64_variant(*dims, *tile, tall) for tile in FLOAT64_TILES[dims]]
+    room = limits.shared_bytes + 1024  # the system keeps 1 KB a block
+    return next((each for each in choices if each.blocks_per_sm * (each.shared_bytes + 1024) <= room), choices[-1])
+
+
+def forward_variant(dtype, mask, head_dim, value_dim, limits):
+    """The portable engine's forward kernel for head dims as given."""
+    if dtype in ("float32", "float64"):
+        return _precise_variant(dtype, head_dim, value_dim, limits)
+    head_dim, value_dim = _padded(head_dim, value_dim)
+    widest, stages = max(head_dim, value_dim), 2
+    if widest <= 32:
+        tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 128: 0.97 of it, causal
+    elif widest <= 64:
+        tile_q, tile_k, warps, blocks = 128, 128, 4, 2  # tile_k 64: 0.92 of it
+    elif widest <= 128:
+        tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 32: 0.95; 16 rows a warp: 0.80
+    else:  # registers hold out of 16 rows a warp; two stages of tile_k 32: 0.97 of it; 8 warps, one block: 0.96
+        tile_q, tile_k, warps, blocks, stages = 64, 64, 4, 2, 1
+    if limits.capability >= (10, 0) and stages == 2:  # registers spill there with larger tiles
+        tile_k //= 2
+    elif limits.capability < (9, 0) and mask == "window":
+        tile_k = min(tile_k, 32)
+    # q or out, then the stages of k and v; 48 bytes of facts a warp
+    shared = 2 * (tile_q * widest + stages * tile_k * (head_dim + value_dim)) + 48 * warps
+    return Variant("forward", dtype, mask, head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared)
 
 
 def variants(limits):
     """Every variant a plan for such a device can ask for."""
     pairs = [(d, d) for d in EQUAL_DIMS] + [(d, v) for d in MIXED_DIMS for v in MIXED_DIMS if d != v]
     masks = ("full", "causal", "window")
-    found = {
-        forward_variant(dtype, mask, *pair, limits): None for dtype in ELEMENTS for mask in masks for pair in pairs
-    }
+    found = {}
     for dtype in ("float16", "bfloat16"):
+        found |= {forward_variant(dtype, mask, *pair, limits): None for mask in masks for pair in pairs}
         found |= {decode_variant(dtype, dim, limits, rows): None for dim in DECODE_TILES for rows in (1, 17)}
         found |= {append_variant(dtype): None}
         found |= {backward_variant(dtype, *pair, limits): None for pair in pairs}
@@ -190,6 +234,8 @@ def variants(limits):
             }  # fmt: skip
             found |= {hopper_backward_variant(dtype, dim): None for dim in HOPPER_BACKWARD_TILES}
             found |= {hopper_dq_variant(dtype, dim): None for dim in HOPPER_DQ_TILES}
+    found |= {forward_variant("float32", "full", dim, dim, limits): None for dim in FLOAT32_TILES}
+    found |= {forward_variant("float64", "full", *dims, limits): None for dims in FLOAT64_TILES}
     found |= {decode_8bit_variant(kind, dim, limits): None for kind in FORMATS for dim in DECODE_8BIT_TILES}
     return tuple(found)
 
@@ -246,8 +292,7 @@ DECODE_MANY_ROWS = (64, 128)  # head dims with tiles of 32 rows too, by which ke
 
 def decode_dims(head_dim, value_dim):
     """Head dims as decode compiles them: alike, for what is padded costs no memory's time."""
-    dim = next(dim for dim in DECODE_TILES if max(head_dim, value_dim) <= dim)
-    return dim, dim
+    return _alike(DECODE_TILES, head_dim, value_dim)
 
 
 def decode_variant(dtype, dim, limits, rows=1):
@@ -274,8 +319,7 @@ DECODE_8BIT_TILES = {
 
 def decode_8bit_dims(head_dim, value_dim):
     """The same of decode from 8-bit caches."""
-    dim = next(dim for dim in DECODE_8BIT_TILES if max(head_dim, value_dim) <= dim)
-    return dim, dim
+    return _alike(DECODE_8BIT_TILES, head_dim, value_dim)
 
 
 def decode_8bit_variant(kv_format, dim, limits):
@@ -388,8 +432,7 @@ def backward_variant(dtype, head_dim, value_dim, limits):
 
 def hopper_backward_dims(head_dim, value_dim):
     """Head dims as the sm90 engine's backward compiles them: alike."""
-    dim = next(dim for dim in HOPPER_BACKWARD_TILES if max(head_dim, value_dim) <= dim)
-    return dim, dim
+    return _alike(HOPPER_BACKWARD_TILES, head_dim, value_dim)
 
 
 def hopper_backward_variant(dtype, dim):
@@ -426,10 +469,9 @@ def finish_variant(dtype):
 
 
 def _portable_forward(problem, limits, reason):
-    variant = forward_variant(problem.dtype, problem.mask.name, *_padded(problem.head_dim, problem.value_dim), limits)
+    variant = forward_variant(problem.dtype, problem.mask.name, problem.head_dim, problem.value_dim, limits)
     pack = _pack(problem, lambda pack: variant.tile_q)
-    chunk = 1 if variant.kernel == "forward_fma" else 16
-    args, operands, _, copies, buffers = _forward(problem, pack, variant.tile_q, chunk)
+    args, operands, _, copies, buffers = _forward(problem, pack, variant.tile_q)
     blocks = args["schedule"][0] * args["schedule"][2]
     args["out_vectors"] = int(_layout.in_chunks(operands["out"], ELEMENTS[problem.dtype].itemsize))
     steps = tuple(
@@ -449,7 +491,7 @@ def _hopper_forward(problem, limits, reason):
     variant = hopper_variant(problem.dtype, problem.mask.name, problem.head_dim, problem.value_dim, problem.keys)
     consumers = variant.tile_q // 64
     pack = _pack(problem, lambda pack: consumers * _whole_rows(pack), most=64)
-    args, _, maps, copies, buffers = _forward(problem, pack, consumers * _whole_rows(pack), 16, key_box=variant.tile_k)
+    args, _, maps, copies, buffers = _forward(problem, pack, consumers * _whole_rows(pack), key_box=variant.tile_k)
     blocks = args["schedule"][0] * args["schedule"][2]
     if blocks == 0:
         return Plan("sm90", reason, (), buffers)
@@ -458,7 +500,7 @@ def _hopper_forward(problem, limits, reason):
     return Plan("sm90", reason, copies, (*buffers, Buffer("ticket", (1,), "int32", (), zeroed=True)), (step,))
 
 
-def _forward(problem, pack, tile_q, chunk, key_box=None):
+def _forward(problem, pack, tile_q, key_box=None):
     """Arguments of a forward kernel, operands, tensor maps if ``key_box`` keys go into a box, copies, buffers."""
     element = ELEMENTS[problem.dtype]
     scale, factor = _positive(problem.scale, element)
@@ -469,9 +511,9 @@ def _forward(problem, pack, tile_q, chunk, key_box=None):
     operands, copies, lengths, where = _layout.lay_out(
         problem.batch,
         {
-            "q": Use(problem.q, problem.dtype, chunk, tensor=tensors, factor=factor),
-            "k": Use(problem.k, problem.dtype, chunk, tensor=tensors),
-            "v": Use(problem.v, problem.dtype, chunk, tensor=tensors),
+            "q": Use(problem.q, problem.dtype, 16, tensor=tensors, factor=factor),
+            "k": Use(problem.k, problem.dtype, 16, tensor=tensors),
+            "v": Use(problem.v, problem.dtype, 16, tensor=tensors),
             "out": Use(out, problem.dtype, 16 if tensors else 1, written=True),  # in chunks, or element by element
         },
     )

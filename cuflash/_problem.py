@@ -358,14 +358,17 @@ def _window(function, window):
     return tuple(None if side is None else int(side) for side in window)
 
 
+def whole(function, name, value, least, wanted="an integer"):
+    """An integer of at least a certain size."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{function}: {name} is {value!r}; wanted {wanted}")
+    if value < least:
+        raise ValueError(f"{function}: {name} is {value}; wanted {least} or more")
+    return int(value)
+
+
 def _splits(splits):
-    if splits is None:
-        return None
-    if isinstance(splits, (bool, np.bool_)) or not isinstance(splits, numbers.Integral):
-        raise TypeError(f"decode: splits is {splits!r}; wanted an integer or None")
-    if splits < 1:
-        raise ValueError(f"decode: splits is {splits}; wanted 1 or more")
-    return int(splits)
+    return None if splits is None else whole("decode", "splits", splits, 1, "an integer or None")
 
 
 def _engine(function, engine, found):
@@ -749,14 +752,6 @@ def pool(sizes, layers, dtype, xp):
     if found is None:
         raise TypeError(f"PagedCache: dtype is {dtype!r}; wanted one of {', '.join(ELEMENTS)}")
     return found.dtype
-
-
-def whole(function, name, value, least):
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{function}: {name} is {value!r}; wanted an integer")
-    if value < least:
-        raise ValueError(f"{function}: {name} is {value}; wanted {least} or more")
-    return int(value)
 
 
 def cache_ids(function, ids):

@@ -117,7 +117,7 @@ _OFFSET_OF = """\
 KERNELS = {
     "forward": ("forward.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
     "forward_f32": ("forward_f32.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
-    "forward_fma": ("forward_fma.cu", _args(np.float64, wide="first_block", sizes="out_vectors")),
+    "forward_f64": ("forward_f64.cu", _args(np.float64, wide="first_block", sizes="out_vectors")),
     "forward_sm90": (
         "forward_sm90.cu",
         _args(np.float32, "q k v out lse ticket", "q_map k_map v_map out_map", sizes="out_boxes blocks rows"),
@@ -163,6 +163,7 @@ class Variant:
     out_staged: int = 0  # panels of a warp's rows of out in shared memory of its own, to leave by tensor copies
     early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
     ordered: int = 1  # backward: whether sums of dq take turns; 0 in tests of what that costs
+    tall_products: int = 0  # float64: whether the device multiplies 16 rows in one instruction
     vector_adds: int = 0  # backward: whether the device adds four floats at once
     converts: int = 0  # decode: whether the device converts E4M3
 
@@ -219,7 +220,12 @@ class Variant:
         """Whether the kernel's text speaks of a field: compilers warn of constants that are not used."""
         if field.default is MISSING:
             return field.name not in _UNUSED.get(self.kernel, ())
-        owners = {"ordered": ("backward", "backward_sm90"), "vector_adds": ("backward",), "converts": ("decode_8bit",)}
+        owners = {
+            "ordered": ("backward", "backward_sm90"),
+            "tall_products": ("forward_f64",),
+            "vector_adds": ("backward",),
+            "converts": ("decode_8bit",),
+        }
         return self.kernel in owners.get(field.name, ("forward_sm90",))
 
     @property

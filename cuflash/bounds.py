@@ -77,7 +77,9 @@ linearly. Their sums take n terms and cost n roundings in any order: over the ke
 part and parts are added in float32; over the rows of all heads of a group for dk and dv. The scale is rounded and
 multiplied at the end, and what broadcasting stretched is added in float32 before the last rounding.
 
-In float64 every u is twice that of the format, since the reference rounds too.
+In float64 every u is twice that of the format, since the reference rounds too. Tensor cores round each sum of a product
+in float64 to nearest, in an order that is not written down, so that D terms cost D roundings there too; the exponential
+is a polynomial that errs by one unit in the last place, the reference's by another.
 
 The bound is infinite where a score leaves the format of the accumulator, or a result that of the output.
 """

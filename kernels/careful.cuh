@@ -1,4 +1,4 @@
-// The careful path of forward and decode on tensor cores: rows that these may have got wrong, computed again.
+// The careful path of forward and decode: rows that tensor cores may have got wrong, computed again.
 #pragma once
 
 #include "ptx.cuh"
@@ -6,42 +6,53 @@
 
 namespace cuflash {
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-
+// An element as the number that sums are made of, and such a number as an element.
 template <typename Element>
-__device__ __forceinline__ Element rounded(Element, float x) {
-    return Element{static_cast<unsigned short>(cvt_pair(Element{}, x, 0.0f))};
+__device__ __forceinline__ auto to_real(Element x) {
+    if constexpr (sizeof(Element) == 2) {
+        return to_float(x);
+    } else {
+        return x;
+    }
 }
-__device__ __forceinline__ float rounded(float, float x) { return x; }
+template <typename Element, typename Real>
+__device__ __forceinline__ Element rounded(Real x) {
+    if constexpr (sizeof(Element) == 2) {
+        return Element{static_cast<unsigned short>(cvt_pair(Element{}, x, 0.0f))};
+    } else {
+        return x;
+    }
+}
 
 // A row of elements in global memory.
 template <typename Element>
 struct RowOf {
     const char* row;
-    __device__ __forceinline__ float operator()(int d) const {
-        return to_float(load_global<Element>(row + sizeof(Element) * d));
+    __device__ __forceinline__ auto operator()(int d) const {
+        return to_real(load_global<Element>(row + sizeof(Element) * d));
     }
 };
 
-constexpr int ADDED = 64;  // keys of float32 whose terms are added before they join the others
+constexpr int ADDED = 64;  // keys whose terms are added before they join the others, where sums are short
 
 // One row again, by a warp, reading visible keys only and rounding each score by itself: for rows where a hidden value
 // that is not finite may have met a weight of 0 on the tensor cores, or whose scores are huge. `q(d)`, `keys(j)(d)` and
-// `values(j)(d)` are numbers, `store(d, x)` writes one of out. FLOAT32: sums are short ones of sums, and lse is written
-// too, for an infinity makes scores of split numbers NaN, whatever they should be.
-template <bool FLOAT32, typename Args, typename Query, typename Keys, typename Values, typename Store>
+// `values(j)(d)` are numbers, `store(d, x)` writes one of out. WIDE, for elements of more than 16 bits: sums are short
+// ones of sums, and lse is written too, for an infinity makes scores of split numbers NaN, whatever they should be.
+template <bool WIDE, typename Args, typename Query, typename Keys, typename Values, typename Store>
 __device__ __forceinline__ void careful_row_of(const Args& args, Query q, Keys keys, Values values, Store store,
                                                char* lse, int first, int end) {
-    constexpr int MOST = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;
+    using Real = decltype(q(0));
+    constexpr int MOST = ((HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) + WARP - 1) / WARP;
     const int lane = lane_index();
-    float query[MOST], sums[MOST] = {};
+    Real query[MOST], sums[MOST] = {};
 #pragma unroll
     for (int n = 0; n < MOST; ++n) {
         int d = n * WARP + lane;
-        query[n] = d < args.head_dim ? q(d) : 0.0f;
+        query[n] = d < args.head_dim ? q(d) : Real(0);
     }
     auto score = [&](int j) {
-        float s = 0.0f;
+        Real s = 0;
         const auto key = keys(j);
 #pragma unroll
         for (int n = 0; n < MOST; ++n) {
@@ -52,21 +63,21 @@ __device__ __forceinline__ void careful_row_of(const Args& args, Query q, Keys k
         for (int lanes = WARP / 2; lanes > 0; lanes /= 2) s += shuffle_xor(s, lanes);
         return multiply(s, args.scale_log2);
     };
-    SoftmaxRow<float> row;
+    SoftmaxRow<Real> row;
     for (int j = first; j < end; ++j) {
-        const float s = score(j);
-        if (FLOAT32 && s != s) {  // which decides the row by itself
+        const Real s = score(j);
+        if (WIDE && s != s) {  // which decides the row by itself
             first = j;
             end = j + 1;
         }
         row.reference = maximum(row.reference, s);
     }
-    auto add = [&](float(&sums)[MOST], int first, int end) {
+    auto add = [&](Real(&sums)[MOST], int first, int end) {
         for (int j = first; j < end; ++j) {
-            float s = score(j);
+            Real s = score(j);
             if (s == -INFINITE) continue;
-            float weight = ex2_approx(s - row.shift());
-            if (!FLOAT32 || j % WARP == lane) row.sum += weight;
+            Real weight = exp2_of(s - row.shift());
+            if (!WIDE || j % WARP == lane) row.sum += weight;
             const auto value = values(j);
 #pragma unroll
             for (int n = 0; n < MOST; ++n) {
@@ -75,9 +86,9 @@ __device__ __forceinline__ void careful_row_of(const Args& args, Query q, Keys k
             }
         }
     };
-    if constexpr (FLOAT32) {
+    if constexpr (WIDE) {
         for (int start = first; start < end; start += ADDED) {
-            float part[MOST] = {};
+            Real part[MOST] = {};
             add(part, start, end - start < ADDED ? end : start + ADDED);
 #pragma unroll
             for (int n = 0; n < MOST; ++n) sums[n] += part[n];
@@ -91,7 +102,7 @@ __device__ __forceinline__ void careful_row_of(const Args& args, Query q, Keys k
         int d = n * WARP + lane;
         if (d < args.value_dim) store(d, sums[n] * row.inverse_sum());
     }
-    const bool wrong = FLOAT32 || row.too_coarse();  // else lse is right already
+    const bool wrong = WIDE || row.too_coarse();  // else lse is right already
     if (wrong && args.lse != nullptr && lane == 0) store_global(lse, row.lse());
 }
 
@@ -99,8 +110,8 @@ __device__ __forceinline__ void careful_row_of(const Args& args, Query q, Keys k
 template <typename Element, typename Args, typename Keys, typename Values>
 __device__ __forceinline__ void careful_row_at(const Args& args, const char* q, Keys keys, Values values, char* out,
                                                char* lse, int first, int end) {
-    auto store = [&](int d, float x) { store_global(out + sizeof(Element) * d, rounded(Element{}, x)); };
-    careful_row_of<sizeof(Element) == sizeof(float)>(
+    auto store = [&](int d, auto x) { store_global(out + sizeof(Element) * d, rounded<Element>(x)); };
+    careful_row_of<(sizeof(Element) > 2)>(
         args, RowOf<Element>{q}, [&](int j) { return RowOf<Element>{keys(j)}; },
         [&](int j) { return RowOf<Element>{values(j)}; }, store, lse, first, end);
 }

@@ -251,6 +251,37 @@ __device__ __forceinline__ void mma_m16n8k16_first(BFloat16, float (&d)[4], cons
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
+// The same in float64: mma.m8n8k4 and, on sm_90 and newer, of 16 rows and 4, 8 or 16 terms. a holds rows g and g + 8 of
+// terms t, 4 + t and so on, b the same terms of column g; d is as above.
+__device__ __forceinline__ void mma_m8n8k4(double& d0, double& d1, double a, double b) {
+    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+        : "+d"(d0), "+d"(d1)
+        : "d"(a), "d"(b));
+}
+__device__ __forceinline__ void mma_m16n8(double (&d)[4], const double (&a)[2], const double (&b)[1]) {
+    asm("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+        : "d"(a[0]), "d"(a[1]), "d"(b[0]));
+}
+__device__ __forceinline__ void mma_m16n8(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+}
+__device__ __forceinline__ void mma_m16n8(double (&d)[4], const double (&a)[8], const double (&b)[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
+        : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]), "d"(b[1]),
+          "d"(b[2]), "d"(b[3]));
+}
+
+// Halves of a float64's bits.
+__device__ __forceinline__ uint32 low_word(double x) { return __double2loint(x); }
+__device__ __forceinline__ uint32 high_word(double x) { return __double2hiint(x); }
+__device__ __forceinline__ double from_words(uint32 low, uint32 high) { return __hiloint2double(high, low); }
+
 // ex2.approx.ftz: 2^x within 2^-22 relative; 2^-inf = +0.
 __device__ __forceinline__ float ex2_approx(float x) {
     float y;

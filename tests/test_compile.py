@@ -17,27 +17,30 @@ import numpy as np
 import pytest
 
 from cuflash import CompileError, _compile, _plan, _variant
-from cuflash._dtypes import ELEMENTS, FORMATS
+from cuflash._dtypes import FORMATS
 from cuflash._masks import MASKS
 
 HOPPER = _plan.KNOWN[9, 0]
+NARROW = ("float16", "bfloat16")
 PAIRS = sorted({(each.head_dim, each.value_dim) for each in _plan.variants(HOPPER) if each.kernel == "forward"})
 
 
 def jobs():
-    """Every variant on sm_90; elsewhere each dtype and pair of head dims with one mask, the masks taking turns, and
-    of the others all head dims with one dtype, and of 8-bit caches with both formats."""
+    """Every variant on sm_90; elsewhere each 16-bit dtype and pair of head dims with one mask, the masks taking turns,
+    float32 and float64 with all head dims, the others with one dtype, and 8-bit caches with both formats."""
     yield from ((variant, 90) for variant in _plan.variants(HOPPER))
     others = [limits for capability, limits in _plan.KNOWN.items() if capability != (9, 0)]
-    for (a, limits), (d, dtype), (p, pair) in product(enumerate(others), enumerate(ELEMENTS), enumerate(PAIRS)):
+    for (a, limits), (d, dtype), (p, pair) in product(enumerate(others), enumerate(NARROW), enumerate(PAIRS)):
         variant = _plan.forward_variant(dtype, list(MASKS)[(a + d + p) % len(MASKS)], *pair, limits)
         yield variant, int("".join(map(str, limits.capability)))
     for a, limits in enumerate(others):
-        dtypes = [("float16", "bfloat16")[(a + p) % 2] for p in range(len(PAIRS))]
+        dtypes = [NARROW[(a + p) % 2] for p in range(len(PAIRS))]
         chosen = [_plan.backward_variant(dtype, *pair, limits) for dtype, pair in zip(dtypes, PAIRS, strict=True)]
         dims = [(dim, rows) for dim in _plan.DECODE_TILES for rows in (1, 17)]
         chosen += {_plan.decode_variant(dtypes[0], dim, limits, rows): None for dim, rows in dims}
         chosen += [_plan.decode_8bit_variant(kind, dim, limits) for kind in FORMATS for dim in _plan.DECODE_8BIT_TILES]
+        chosen += [_plan.forward_variant("float32", "full", dim, dim, limits) for dim in _plan.FLOAT32_TILES]
+        chosen += [_plan.forward_variant("float64", "full", *pair, limits) for pair in _plan.FLOAT64_TILES]
         chosen += [make(dtypes[0]) for make in (_plan.append_variant, _plan.rows_variant, _plan.finish_variant)]
         for variant in chosen:
             yield variant, int("".join(map(str, limits.capability)))

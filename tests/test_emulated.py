@@ -13,17 +13,21 @@ from cuflash._dtypes import FORMATS
 fuzz = pytest.importorskip("emulator.fuzz")
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")  # the first two share a kernel file
+AMPERE = (8, 0)  # whose products in float64 have 8 rows
 WIDE = {  # head_dim and value_dim: kernels with one stage, and with two sizes that differ
     "float16": (192, 192),
     "bfloat16": (40, 100),
     "float32": (100, 180),
     "float64": (150, 192),
 }
+FLOAT64 = ((3, 1), (5, 8), (256, 256), (40, 100), (200, 40), (8, 60))  # of all kinds of its tile table
 GRADIENTS = ((40, 100), (128, 128), (192, 130), (256, 256))  # the same of backward's kernels with other tiles
 DECODE = ((128, 128), (96, 96), (192, 180), (256, 256), (64, 256), (40, 100))
-CASES = [  # check, dtype, dims, engine, examples: more than 300 for each kernel file
+CASES = [  # check, dtype, dims, engine, examples, perhaps capability: more than 300 for each kernel file
     *((check.__name__, dtype, None, "portable", 16) for check in testing.forward_checks for dtype in DTYPES[:2]),
     *((check.__name__, dtype, None, "portable", 28) for check in testing.forward_checks for dtype in DTYPES[2:]),
+    *((check.__name__, "float64", None, "portable", 10, AMPERE) for check in testing.forward_checks),
+    *(("check_bound", "float64", dims, "portable", 4, *more) for dims in FLOAT64 for more in ((), (AMPERE,))),
     *(("check_bound", dtype, dims, "portable", 6) for dtype, dims in WIDE.items()),
     *((check.__name__, dtype, None, "sm90", 15) for check in testing.forward_checks for dtype in DTYPES[:2]),
     *((check.__name__, dtype, None, "portable", 50) for check in testing.decode_checks for dtype in DTYPES[:2]),
@@ -50,8 +54,8 @@ def results(request, emulator):
     with fuzz.pool(os.cpu_count()) as processes:
         yield {
             case: processes.submit(
-                fuzz.hold, *case[:4], examples=case[4], derandomize=bool(os.environ.get("CI")), max_length=130,
-                max_head_dim=64,
+                fuzz.hold, *case[:4], examples=case[4], capability=(*case, (9, 0))[5],
+                derandomize=bool(os.environ.get("CI")), max_length=130, max_head_dim=64,
             )
             for case in wanted
         }  # fmt: skip

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cuflash import _plan, testing
+from cuflash import _plan, _variant, testing
 
 SEEDS = range(8)
 
@@ -104,6 +104,67 @@ def test_mma(probe, dtype, seed):
         for n, (r, e) in enumerate([(0, 0), (0, 1), (8, 0), (8, 1)]):
             got[g + r, t + e] = result[:, n]
         assert (got == wanted).all()
+
+
+@pytest.mark.parametrize("rows, terms", [(8, 4), (16, 4), (16, 8), (16, 16)])
+@pytest.mark.parametrize("seed", SEEDS[:3])
+def test_mma_of_float64(probe, rows, terms, seed):
+    rng = np.random.default_rng(seed)
+    a, b, d = rng.standard_normal((rows, terms)), rng.standard_normal((terms, 8)), rng.standard_normal((rows, 8))
+    a[3, 1], b[1, 5] = 1e-310, 2.0**1000  # a subnormal number counts
+    lane = np.arange(32)
+    g, t = lane // 4, lane % 4
+    operands = [a[g + r, t + k] for k in range(0, terms, 4) for r in range(0, rows, 8)]
+    operands += [b[t + k, g] for k in range(0, terms, 4)]
+    places = [(g + r, 2 * t + e) for r in range(0, rows, 8) for e in (0, 1)]
+    given = np.stack([*operands, *(d[place] for place in places)], 1)
+    results = probe(f"mma_float64_{rows}_{terms}", given, np.float64, 8 * rows, seed=seed).reshape(32, -1)
+    got = np.empty((rows, 8))
+    for place, result in zip(places, results.T, strict=True):
+        got[place] = result
+    error = np.abs(got - (d + a @ b)) / (np.abs(d) + np.abs(a) @ np.abs(b))
+    assert error.max() < terms * 2.0**-52
+
+
+def test_words_of_float64(probe):
+    x = np.random.default_rng(0).standard_normal(32)
+    got = probe("words_of_float64", x, np.float64, 64)
+    assert (got[:32] == x).all() and (got[32:] == x).all()
+
+
+EXPONENTIAL = """
+namespace cuflash {
+struct Args {
+    const char* in;
+    char* out;
+};
+extern "C" __global__ void cuflash_probe(const __grid_constant__ Args args) {
+    for (int64 n = thread_index(); n < 4096; n += WARP) {
+        store_global(args.out + 8 * n, exp2_of(load_global<double>(args.in + 8 * n)));
+    }
+}
+}
+"""
+
+
+def test_exponential_of_float64(emulator):
+    """It is within a unit in the last place, and knows the ends of the format, infinity and NaN of any kind."""
+    text = _variant._assemble("softmax.cuh", str(emulator.HERE)) + EXPONENTIAL
+    x, results = (emulator.aligned(8 * 4096, 256) for _ in range(2))
+    values, got = x.view(np.float64), results.view(np.float64)
+    rng = np.random.default_rng(0)
+    values[:2048], values[2048:4000] = rng.uniform(-1022, 8, 2048), rng.uniform(-1, 1, 1952)
+    ends = [-np.inf, -1e300, -1023.0, -1022.0, 0.0, -0.0, 8.0, 1023.0, np.nan, -np.nan]
+    values[4000:] = np.resize(ends, 96)
+    values[4095:].view(np.uint64)[:] = 0xFFF80000DEADBEEF  # a NaN that says something
+    args = np.array([x.ctypes.data, results.ctypes.data], np.uint64).tobytes()
+    emulate = emulator.build(text, "cuflash::cuflash_probe")
+    emulator.launch(emulate, 1, 32, args, 4096, [(x, False), (results, True)], seed=0)
+    wanted = np.exp2(values.astype(np.longdouble))
+    wanted[values <= -1022] = 0
+    assert np.isnan(got[np.isnan(values)]).all() and (got[wanted == 0] == 0).all()
+    some = wanted > 0
+    assert (np.abs(got - wanted)[some] < 2.0**-52 * wanted[some]).all()
 
 
 def test_16_bits_to_floats(probe):

@@ -10,6 +10,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import fields, replace
+from itertools import product
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -1108,6 +1109,23 @@ def test_as_many_blocks_fit_a_multiprocessor_as_the_registers_leave_room_for(cap
         assert each.blocks_per_sm * (each.shared_bytes + 1024) <= shared * 1024  # the system keeps 1 KB a block
 
 
+@pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
+def test_float64_pads_to_what_its_instructions_take(limits):
+    assert _plan.float64_dims(3, 1) == (4, 8) and _plan.float64_dims(5, 8) == (8, 8)
+    assert _plan.float64_dims(8, 33) == (8, 64) and _plan.float64_dims(200, 3) == (256, 128)
+    for dims in product(range(1, 257, 5), repeat=2):
+        padded = _plan.float64_dims(*dims)
+        assert all(size >= dim for size, dim in zip(padded, dims, strict=True))
+        assert _plan.float64_dims(*padded) == padded
+    for padded in _plan.FLOAT64_TILES:
+        variant = _plan.forward_variant("float64", "full", *padded, limits)
+        assert (variant.head_dim, variant.value_dim, variant.kernel) == (*padded, "forward_f64")
+        assert variant.tall_products == (limits.capability >= (9, 0))
+        parts = 16 * variant.warps // variant.tile_q
+        assert variant.tile_q >= 16 and parts == (2 if variant.value_dim > 128 else 1)
+        assert {_plan.forward_variant("float64", mask, *padded, limits) for mask in _masks.MASKS} == {variant}
+
+
 NO_TABLES = {
     "lengths": None, "page_table": None, "k_scale": None, "v_scale": None, "kv_format": None, "k_new": None,
     "v_new": None, "rotary": None, "rotary_interleaved": False, "overflow": None, "return_lse": True, "out": None,
@@ -1511,7 +1529,7 @@ def unaddressable(array):
     strided = array.shape[-1] > 1 and array.strides[-1] != array.itemsize
     rows = strides[:-1] if array.shape[-1] > 1 else strides
     odd = array.ctypes.data % 16 or any(s % 16 for s in rows)
-    return array.size > 0 and bool(strided or (array.itemsize < 8 and odd))  # float64 goes element by element
+    return array.size > 0 and bool(strided or odd)
 
 
 def no_tensor(array):
@@ -1761,7 +1779,8 @@ def test_the_preamble_holds_constants_and_types_alone(variant):
     constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", variant.preamble()))
     owners = {
         "query_registers": "forward_sm90", "out_staged": "forward_sm90", "early": "forward_sm90",
-        "ordered": "backward backward_sm90", "vector_adds": "backward", "converts": "decode_8bit",
+        "ordered": "backward backward_sm90", "tall_products": "forward_f64", "vector_adds": "backward",
+        "converts": "decode_8bit",
     }  # fmt: skip
     numbers = {
         field.name: getattr(variant, field.name)

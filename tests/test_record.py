@@ -386,7 +386,7 @@ def test_fuzz_finds_a_wrong_answer(monkeypatch, h200):
 
     monkeypatch.setattr(cuflash, "forward", wrong)
     total = fuzz_on_the_host(monkeypatch, [variant for variant in VARIANTS if variant.element == "float64"])
-    assert total.failures > 0.8 * total.examples and "--replay forward_fma_f64" in total.messages[0]
+    assert total.failures > 0.8 * total.examples and "--replay forward_f64_f64" in total.messages[0]
 
 
 def test_a_broken_context_ends_a_task(monkeypatch, h200):

@@ -14,7 +14,7 @@ from cuflash._dtypes import FORMATS
 from . import Emulator
 
 
-def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=True, **strategy):
+def hold(check, dtype, dims=None, engine="portable", *, examples, capability=(9, 0), derandomize=True, **strategy):
     """Run a check on the emulated kernels.
 
     Parameters
@@ -29,6 +29,8 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=Tr
         "portable" or "sm90".
     examples : int
         How many problems, each with a seed that decides in which order warps run.
+    capability : tuple
+        Of the emulated device, whose shared memory is that of `emulator.LIMITS` all the same.
     derandomize : bool
         Whether every run draws the same.
     **strategy
@@ -55,6 +57,7 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, derandomize=Tr
     @given(recipes, st.integers(0, 2**32))
     def holds(recipe, seed):
         emulator = Emulator(seed, engine=engine)
+        emulator.limits = replace(emulator.limits, capability=capability)
         more = {"gradients": emulator.backward} if check in testing.gradient_checks else {}
         function = emulator.decode if check in testing.decode_checks else emulator.forward
         check(function, recipe, np, f"{engine} {recipe.dtype}", **more)

@@ -173,6 +173,16 @@ class Mutation:
         return replace(self, name="", file="", old="", new="")
 
 
+def in_float32(name, old, new, recipe, file="forward_f32.cu", **more):
+    """A mistake in forward of float32."""
+    return Mutation(f"float32_{name}", file, old, new, recipe, **more)
+
+
+def in_float64(name, old, new, recipe, file="forward_f64.cu", **more):
+    """A mistake in forward of float64."""
+    return Mutation(f"float64_{name}", file, old, new, recipe, **more)
+
+
 def in_backward(name, old, new, recipe, check=testing.check_gradient_bound, file="backward.cu", **more):
     """A mistake in gradients, by default in those of the portable engine's main kernel."""
     return Mutation(name, file, old, new, recipe, check, **more)
@@ -196,10 +206,14 @@ STEEP = replace(CAUSAL, scale=4.0)  # so that a later tile outweighs an earlier 
 WINDOW = replace(CAUSAL, dtype="bfloat16", causal=False, window=(20, 3))
 ONE_STAGE = replace(CAUSAL, heads=1, queries=70, head_dim=192, value_dim=192)
 FAR = replace(CAUSAL, heads=1)
-FLOAT64 = replace(CAUSAL, heads=1, queries=40, keys=50, dtype="float64", head_dim=24, value_dim=24, scale=4.0)
+
+# float32, and parts that count; float64, and two warps for the same rows.
 FLOAT32 = replace(CAUSAL, dtype="float32", head_dim=24, value_dim=44)
 STEEP32 = replace(FLOAT32, scale=4.0)
 ALIKE = testing.Recipe(heads=1, queries=8, keys=8, head_dim=8, value_dim=8, dtype="float32")
+FLOAT64 = replace(CAUSAL, dtype="float64", head_dim=24, value_dim=24)
+STEEP64 = replace(FLOAT64, scale=4.0)
+SHARED_ROWS = replace(FLOAT64, heads=1, queries=70, head_dim=128, value_dim=136)
 
 HOPPER = replace(CAUSAL, heads=3, keys=200)  # four tiles of keys, two of rows
 BOXED = replace(HOPPER, key_heads=3)  # heads are not packed, so that out leaves as boxes
@@ -565,88 +579,97 @@ MUTATIONS = (
     Mutation("lse_in_base_2", "softmax.cuh", "(reference + log2_of(sum)) * LN_2", "(reference + log2_of(sum))", CAUSAL),
     # float32: parts and their products
     *(
-        Mutation(
-            f"product_{i}_{j}_left_out", "float32.cuh", f"multiply_parts<{i}, {j}>(sum, a, b, at, false);", "", ALIKE,
-            check_split_products,
+        in_float32(
+            f"product_{i}_{j}_left_out", f"multiply_parts<{i}, {j}>(sum, a, b, at, false);", "", ALIKE,
+            check=check_split_products, file="float32.cuh",
         )
         for i, j in ((2, 0), (1, 1), (0, 1), (1, 0))
     ),
-    Mutation(
-        "product_0_2_left_out", "float32.cuh", "multiply_parts<0, 2>", "multiply_parts<2, 2>", ALIKE,
-        check_split_products,  # in the place of the first product, one that is too small to show
+    in_float32(  # in the place of the first product, one that is too small to show
+        "product_0_2_left_out", "multiply_parts<0, 2>", "multiply_parts<2, 2>", ALIKE, check=check_split_products,
+        file="float32.cuh",
     ),
-    Mutation("largest_product_of_other_parts", "float32.cuh", "multiply_parts<0, 0>", "multiply_parts<0, 1>", FLOAT32),
-    Mutation(
-        "small_products_forgotten", "forward_f32.cu", "scores[n][e] += small[n][e];",
-        "scores[n][e] += 0 * small[n][e];", ALIKE, check_split_products,
+    in_float32(
+        "largest_product_of_other_parts", "multiply_parts<0, 0>", "multiply_parts<0, 1>", FLOAT32, file="float32.cuh",
     ),
-    Mutation(
-        "small_products_with_values_forgotten", "forward_f32.cu", "large[m][e] + small[m][e];", "large[m][e];", FLOAT32,
+    in_float32(
+        "small_products_forgotten", "scores[n][e] += small[n][e];", "scores[n][e] += 0 * small[n][e];", ALIKE,
+        check=check_split_products,
     ),
-    Mutation(
-        "second_part_not_taken_off", "float32.cuh",
-        "low -= to_float(BFloat16{static_cast<unsigned short>(parts[p - 1])});",
-        "low -= to_float(BFloat16{static_cast<unsigned short>(parts[0])});", ALIKE, check_split_products,
+    in_float32(
+        "small_products_with_values_forgotten", "large[m][e] + small[m][e];", "large[m][e];", FLOAT32,
     ),
-    Mutation(
-        "largest_number_rounded_to_infinity", "float32.cuh",
-        "cvt_pair(BFloat16{}, limited(low), limited(high)) :", "cvt_pair(BFloat16{}, low, high) :", FLOAT32,
-        check_hidden_largest,
+    in_float32(
+        "second_part_not_taken_off", "low -= to_float(BFloat16{static_cast<unsigned short>(parts[p - 1])});",
+        "low -= to_float(BFloat16{static_cast<unsigned short>(parts[0])});", ALIKE, check=check_split_products,
+        file="float32.cuh",
     ),
-    Mutation("halves_of_a_chunk_swapped", "float32.cuh", "quad % 2 * 8;", "(quad + 1) % 2 * 8;", FLOAT32),
-    Mutation(
-        "end_of_a_row_overrun", "float32.cuh", "inside && e < left ? load", "inside ? load",
-        replace(FLOAT32, value_dim=23),
+    in_float32(
+        "largest_number_rounded_to_infinity", "cvt_pair(BFloat16{}, limited(low), limited(high)) :",
+        "cvt_pair(BFloat16{}, low, high) :", FLOAT32, check=check_hidden_largest, file="float32.cuh",
     ),
-    Mutation(
-        "float32_tail_keys_not_zeroed", "float32.cuh", "r >= first && r < end);", "r >= first);", FLOAT32,
+    in_float32("halves_of_a_chunk_swapped", "quad % 2 * 8;", "(quad + 1) % 2 * 8;", FLOAT32, file="float32.cuh"),
+    in_float32(
+        "end_of_a_row_overrun", "inside && e < left ? load", "inside ? load", replace(FLOAT32, value_dim=23),
+        file="float32.cuh",
     ),
+    in_float32("tail_keys_not_zeroed", "r >= first && r < end);", "r >= first);", FLOAT32, file="float32.cuh"),
     # float32: barriers, lanes, rows
-    Mutation(
-        "float32_barrier_before_keys_removed", "forward_f32.cu",
+    in_float32(
+        "barrier_before_keys_removed",
         "sync_threads();  // the keys are here, and all have left the values of the tile before", "", FLOAT32,
     ),
-    Mutation(
-        "float32_barrier_before_values_removed", "forward_f32.cu",
-        "sync_threads();  // the values are here, and all have left the keys", "", FLOAT32,
+    in_float32(
+        "barrier_before_values_removed", "sync_threads();  // the values are here, and all have left the keys", "",
+        FLOAT32,
     ),
-    Mutation(
-        "float32_maximum_of_half_the_quad", "forward_f32.cu", "top = maximum(top, shuffle_xor(top, 2));", "", STEEP32,
+    in_float32("maximum_of_half_the_quad", "top = maximum(top, shuffle_xor(top, 2));", "", STEEP32),
+    in_float32("sum_of_half_the_quad", "row.finish<4>();", "row.finish<2>();", FLOAT32),
+    in_float32("rescale_left_out", "if (!any(moved)) return;", "return;", STEEP32),
+    in_float32("mask_one_key_too_far", "j >= first && j < end", "j >= first && j <= end", FLOAT32),
+    in_float32(
+        "hidden_values_not_noticed", "ballot(inside && (", "ballot(false && (", FLOAT32,
+        check=testing.check_hidden_keys_may_hold_anything,
     ),
-    Mutation("float32_sum_of_half_the_quad", "forward_f32.cu", "row.finish<4>();", "row.finish<2>();", FLOAT32),
-    Mutation("float32_rescale_left_out", "forward_f32.cu", "if (!any(moved)) return;", "return;", STEEP32),
-    Mutation(
-        "float32_mask_one_key_too_far", "forward_f32.cu", "j >= first && j < end", "j >= first && j <= end", FLOAT32,
-    ),
-    Mutation(
-        "float32_hidden_values_not_noticed", "forward_f32.cu", "ballot(inside && (", "ballot(false && (", FLOAT32,
-        testing.check_hidden_keys_may_hold_anything,
-    ),
-    Mutation(
-        "float32_offset_in_32_bits", "forward_f32.cu",
-        "facts.k + static_cast<int64>(t) * TILE_K * args.k_strides.row",
+    in_float32(
+        "offset_in_32_bits", "facts.k + static_cast<int64>(t) * TILE_K * args.k_strides.row",
         "facts.k + static_cast<int>(static_cast<uint32>(t) * TILE_K * static_cast<uint32>(args.k_strides.row))",
-        replace(FLOAT32, heads=1), check_far_rows,
+        replace(FLOAT32, heads=1), check=check_far_rows,
     ),
-    Mutation(
-        "float32_rows_beyond_the_last_written", "forward_f32.cu", "if (!inside || d >= args.value_dim) continue;",
+    in_float32(
+        "rows_beyond_the_last_written", "if (!inside || d >= args.value_dim) continue;",
         "if (d >= args.value_dim) continue;", FLOAT32,
     ),
     # float64
-    Mutation(
-        "fma_barrier_before_keys_removed", "forward_fma.cu",
-        "sync_threads();  // all have left the tile of v", "", FLOAT64,
+    in_float64(
+        "barrier_before_keys_removed",
+        "sync_threads();  // q and the keys are here for all warps, and all have left the values", "", FLOAT64,
     ),
-    Mutation(
-        "fma_barrier_before_values_removed", "forward_fma.cu",
-        "sync_threads();  // the weights are here, and all have left the tile of k", "", FLOAT64,
+    in_float64(
+        "barrier_before_values_removed",
+        "sync_threads();  // the values are here for all warps, and all have left the keys", "", FLOAT64,
     ),
-    Mutation(
-        "fma_maximum_of_some_threads", "forward_fma.cu",
-        "lanes < ROW_THREADS; lanes *= 2) top", "lanes < 4; lanes *= 2) top", FLOAT64,
+    in_float64("values_of_other_keys", "n / 2 * 8 + n % 2)", "n % 2 * 8 + n / 2)", FLOAT64),
+    in_float64("rows_of_q_swapped", "r / 8 % 2 * 8, x", "(1 - r / 8 % 2) * 8, x", FLOAT64),
+    in_float64("terms_of_q_apart", "d / 8 * 2 + d % 2;", "d % 2 * 2 + d / 8;", FLOAT64),
+    in_float64("mask_one_key_too_far", "j >= first && j < end", "j >= first && j <= end", FLOAT64),
+    in_float64(
+        "tile_taken_for_seen_by_all", "key + TILE_K > mask.end_key(top)) {", "key + TILE_K > mask.end_key(top) + 1) {",
+        replace(FLOAT64, queries=1, keys=127),
     ),
-    Mutation("fma_hidden_weight_summed", "forward_fma.cu", "if (weight == HIDDEN) continue;", "", FLOAT64),
-    Mutation("fma_rescale_left_out", "forward_fma.cu", "out[n] *= factor;", "out[n] *= 1;", FLOAT64),
+    in_float64("row_past_the_end_is_read", "r >= first && row + r < end ?", "r >= first && row + r <= end ?", FLOAT64),
+    in_float64("rescale_left_out", "if (!any(", "if (any(", STEEP64),
+    in_float64("rescale_of_the_other_row", "out[n][e] *= factor[e / 2];", "out[n][e] *= factor[1 - e / 2];", STEEP64),
+    in_float64("columns_of_the_other_warp", "(first_column() + lane", "(COLUMNS - first_column() + lane", SHARED_ROWS),
+    in_float64("lse_of_no_warp", "if (first_column == 0 &&", "if (first_column < 0 &&", FLOAT64),
+    in_float64(
+        "hidden_values_not_noticed", "ballot(inside && (", "ballot(false && (", FLOAT64,
+        check=testing.check_hidden_keys_may_hold_anything,
+    ),
+    in_float64("exponential_short_of_a_term", "n < 12;", "n < 11;", FLOAT64, file="softmax.cuh"),
+    in_float64(
+        "exponential_halved", "low_word(rounded) + 1023", "low_word(rounded) + 1022", FLOAT64, file="softmax.cuh",
+    ),
     # Hopper
     Mutation(
         "keys_released_before_their_product_ends", "forward_sm90.cu",

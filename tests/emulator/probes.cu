@@ -83,8 +83,34 @@ void multiply_matrices(const Args& args) {
 PROBE(mma_float16) { multiply_matrices<Float16>(args); }
 PROBE(mma_bfloat16) { multiply_matrices<BFloat16>(args); }
 
+template <int ROWS, int TERMS>
+void multiply_float64(const Args& args) {
+    constexpr int A = ROWS * TERMS / WARP, B = TERMS / 4, D = ROWS / 4;
+    double a[A], b[B], d[D];
+    const int first = lane_index() * (A + B + D);
+    for (int n = 0; n < A; ++n) a[n] = input<double>(args, first + n);
+    for (int n = 0; n < B; ++n) b[n] = input<double>(args, first + A + n);
+    for (int n = 0; n < D; ++n) d[n] = input<double>(args, first + A + B + n);
+    if constexpr (ROWS == 8) {
+        mma_m8n8k4(d[0], d[1], a[0], b[0]);
+    } else {
+        mma_m16n8(d, a, b);
+    }
+    for (int n = 0; n < D; ++n) output(args, lane_index() * D + n, d[n]);
+}
+PROBE(mma_float64_8_4) { multiply_float64<8, 4>(args); }
+PROBE(mma_float64_16_4) { multiply_float64<16, 4>(args); }
+PROBE(mma_float64_16_8) { multiply_float64<16, 8>(args); }
+PROBE(mma_float64_16_16) { multiply_float64<16, 16>(args); }
+
 // Numbers
 
+PROBE(words_of_float64) {
+    const double x = input<double>(args, lane_index());
+    output(args, 2 * lane_index(), low_word(x));
+    output(args, 2 * lane_index() + 1, high_word(x));
+    output(args, WARP + lane_index(), from_words(low_word(x), high_word(x)));
+}
 PROBE(floats_of_16_bits) {
     for (int n = thread_index(); n < 1 << 16; n += WARP) {
         output(args, 2 * n, to_float(Float16{static_cast<unsigned short>(n)}));

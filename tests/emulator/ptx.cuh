@@ -285,6 +285,42 @@ void mma_m16n8k16_first(Element, float (&d)[4], const uint32 (&a)[4], uint32 b0,
     mma<Element>("mma_m16n8k16_first", true, d, a, b0, b1, here);
 }
 
+// The same in float64, 16 or 8 rows and as many terms as the operands hold. (On a GPU each sum is rounded too, in an
+// order that is not written down.)
+template <int ROWS, int TERMS>
+struct MmaFloat64 {
+    double* d[ROWS / 4];  // of rows g, then g + 8: columns 2t and 2t + 1
+    const double *a, *b;
+};
+template <int ROWS, int TERMS>
+void mma_float64(const char* what, MmaFloat64<ROWS, TERMS> mine, Site here) {
+    emulator::collective(emulator::thread().warp->lanes, what, mine, [](MmaFloat64<ROWS, TERMS>** lanes) {
+        const emulator::Denormals kept(false);
+        for (int row = 0; row < ROWS; ++row) {
+            for (int column = 0; column < 8; ++column) {
+                double& sum = *lanes[row % 8 * 4 + column / 2]->d[row / 8 * 2 + column % 2];
+                for (int k = 0; k < TERMS; ++k) {
+                    const double a = lanes[row % 8 * 4 + k % 4]->a[k / 4 * (ROWS / 8) + row / 8];
+                    sum = __builtin_fma(a, lanes[column * 4 + k % 4]->b[k / 4], sum);
+                }
+            }
+        }
+    }, here);
+}
+inline void mma_m8n8k4(double& d0, double& d1, double a, double b, Site here = HERE) {
+    mma_float64<8, 4>("mma_m8n8k4", {{&d0, &d1}, &a, &b}, here);
+}
+template <int PARTS>
+void mma_m16n8(double (&d)[4], const double (&a)[PARTS], const double (&b)[PARTS / 2], Site here = HERE) {
+    mma_float64<16, 2 * PARTS>("mma_m16n8", {{&d[0], &d[1], &d[2], &d[3]}, a, b}, here);
+}
+
+inline uint32 low_word(double x) { return static_cast<uint32>(__builtin_bit_cast(uint64, x)); }
+inline uint32 high_word(double x) { return static_cast<uint32>(__builtin_bit_cast(uint64, x) >> 32); }
+inline double from_words(uint32 low, uint32 high) {
+    return __builtin_bit_cast(double, static_cast<uint64>(high) << 32 | low);
+}
+
 // Within half a unit in the last place or so, where the hardware promises 2^-22.
 inline float ex2_approx(float x) { return std::exp2(x); }
 inline float lg2_approx(float x) { return std::log2(x); }
@@ -309,7 +345,6 @@ inline bool is_finite(T x) {
     return x - x == T(0);
 }
 
-using std::exp2;
 using std::log2;
 
 }  // namespace cuflash
