@@ -189,6 +189,11 @@ def _precise_variant(dtype, head_dim, value_dim, limits):
         dims = float64_dims(head_dim, value_dim)
         tall = int(limits.capability >= (9, 0))
         choices = [_float64_variant(*dims, *tile, tall) for tile in FLOAT64_TILES[dims]]
+    return _first_that_fits(choices, limits)
+
+
+def _first_that_fits(choices, limits):
+    """The first variant whose blocks a multiprocessor has shared memory for, else the last."""
     room = limits.shared_bytes + 1024  # the system keeps 1 KB a block
     return next((each for each in choices if each.blocks_per_sm * (each.shared_bytes + 1024) <= room), choices[-1])
 
@@ -411,8 +416,39 @@ HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12), 256: (64, 64, 1
 HOPPER_DQ_TILES = {256: (128, 64, 12)}
 
 
+# Tiles of backward's main kernel of float32, by the padded head dim, of v too: tile_q, tile_k, warps, blocks a
+# multiprocessor, stages. The first that fit shared memory are taken. Nothing of it is measured.
+FLOAT32_BACKWARD_TILES = {
+    32: ((64, 64, 4, 3, 2), (64, 64, 4, 2, 2), (64, 64, 4, 1, 2)),
+    64: ((64, 128, 8, 1, 2), (64, 64, 8, 1, 2), (32, 64, 4, 1, 2)),
+    96: ((64, 64, 8, 1, 2), (32, 64, 4, 1, 2), (32, 32, 4, 1, 2)),
+    128: ((64, 64, 8, 1, 2), (32, 64, 4, 1, 2), (16, 32, 4, 1, 2)),
+    192: ((32, 32, 8, 1, 2), (16, 16, 4, 1, 2)),
+    256: ((32, 32, 8, 1, 2), (16, 32, 4, 1, 2), (16, 16, 4, 1, 2)),
+}
+
+
+def _float32_backward_variant(dim, tile_q, tile_k, warps, blocks, stages, limits):
+    shared = 12 * dim * (tile_q + tile_k) + 6 * tile_q * tile_k  # three parts each of q, dout, k and v, and of ds
+    shared += 8 * tile_q + 64 * 16 + 48  # numbers of rows, visits, what a block works on
+    return Variant(
+        "backward_f32", "float32", "window", dim, dim, tile_q, tile_k, warps, blocks, stages, shared,
+        vector_adds=int(limits.capability >= (9, 0)),
+    )  # fmt: skip
+
+
+def float32_backward_variant(head_dim, value_dim, limits):
+    """The portable engine's main kernel of backward of float32, for head dims as given."""
+    dim, _ = _alike(FLOAT32_BACKWARD_TILES, head_dim, value_dim)
+    choices = [_float32_backward_variant(dim, *tile, limits) for tile in FLOAT32_BACKWARD_TILES[dim]]
+    return _first_that_fits(choices, limits)
+
+
 def backward_variant(dtype, head_dim, value_dim, limits):
-    """The portable engine's main kernel of backward for padded head dims."""
+    """The portable engine's main kernel of backward for head dims as given."""
+    if dtype == "float32":
+        return float32_backward_variant(head_dim, value_dim, limits)
+    head_dim, value_dim = _padded(head_dim, value_dim)
     widest = max(head_dim, value_dim)
     for tile_q, tile_k, warps, blocks, stages in next(BACKWARD_TILES[dim] for dim in BACKWARD_TILES if widest <= dim):
         if limits.capability >= (10, 0) and widest > 128 and stages == 2:  # registers spill there
@@ -818,7 +854,7 @@ def _filling(blocks, limits, items):
 
 
 def _portable_backward(problem, limits, reason):
-    variant = backward_variant(problem.dtype, *_padded(problem.head_dim, problem.value_dim), limits)
+    variant = backward_variant(problem.dtype, problem.head_dim, problem.value_dim, limits)
     return _backward(problem, limits, "portable", reason, variant, parts=1)
 
 

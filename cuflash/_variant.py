@@ -127,6 +127,7 @@ KERNELS = {
     "decode_8bit": ("decode_8bit.cu", _decode_args()),
     "backward_rows": ("backward_rows.cu", _backward_args()),
     "backward": ("backward.cu", _backward_args()),
+    "backward_f32": ("backward_f32.cu", _backward_args()),
     "backward_finish": ("backward_finish.cu", _backward_args()),
     "backward_sm90": ("backward_sm90.cu", _backward_args("q_map dout_map k_map v_map dk_map dv_map")),
     "backward_dq_sm90": (
@@ -221,9 +222,9 @@ class Variant:
         if field.default is MISSING:
             return field.name not in _UNUSED.get(self.kernel, ())
         owners = {
-            "ordered": ("backward", "backward_sm90"),
+            "ordered": ("backward", "backward_f32", "backward_sm90"),
             "tall_products": ("forward_f64",),
-            "vector_adds": ("backward",),
+            "vector_adds": ("backward", "backward_f32"),
             "converts": ("decode_8bit",),
         }
         return self.kernel in owners.get(field.name, ("forward_sm90",))
