@@ -360,10 +360,10 @@ def plan(problem, limits):
     """Choose engine, variant, copies and launches for a problem. ``limits`` is None where there is no GPU."""
     if problem.library == "numpy":
         return Plan("numpy", "the arrays are NumPy's")
-    if problem.function != "forward" and problem.dtype not in ("float16", "bfloat16"):
+    has = {"backward": "float16, bfloat16 or float32", "decode": "float16 or bfloat16"}.get(problem.function)
+    if has and problem.dtype not in has.replace(",", "").split():
         raise NotImplementedError(
-            f"{problem.function}: has no GPU kernel for {problem.dtype} yet; "
-            f"wanted float16 or bfloat16, or NumPy arrays"
+            f"{problem.function}: has no GPU kernel for {problem.dtype} yet; wanted {has}, or NumPy arrays"
         )
     portable, hopper = {
         "forward": (_portable_forward, _hopper_forward),
@@ -419,12 +419,12 @@ HOPPER_DQ_TILES = {256: (128, 64, 12)}
 # Tiles of backward's main kernel of float32, by the padded head dim, of v too: tile_q, tile_k, warps, blocks a
 # multiprocessor, stages. The first that fit shared memory are taken. Nothing of it is measured.
 FLOAT32_BACKWARD_TILES = {
-    32: ((64, 64, 4, 3, 2), (64, 64, 4, 2, 2), (64, 64, 4, 1, 2)),
-    64: ((64, 128, 8, 1, 2), (64, 64, 8, 1, 2), (32, 64, 4, 1, 2)),
-    96: ((64, 64, 8, 1, 2), (32, 64, 4, 1, 2), (32, 32, 4, 1, 2)),
-    128: ((64, 64, 8, 1, 2), (32, 64, 4, 1, 2), (16, 32, 4, 1, 2)),
-    192: ((32, 32, 8, 1, 2), (16, 16, 4, 1, 2)),
-    256: ((32, 32, 8, 1, 2), (16, 32, 4, 1, 2), (16, 16, 4, 1, 2)),
+    32: ((64, 64, 4, 2, 1), (64, 64, 4, 1, 1)),
+    64: ((64, 128, 8, 1, 1), (64, 64, 8, 1, 1), (32, 64, 4, 1, 1)),
+    96: ((64, 64, 8, 1, 1), (32, 64, 4, 1, 1), (32, 32, 4, 1, 1)),
+    128: ((64, 64, 8, 1, 1), (32, 64, 4, 1, 1), (16, 32, 4, 1, 1)),
+    192: ((32, 32, 8, 1, 1), (16, 16, 4, 1, 1)),
+    256: ((32, 32, 8, 1, 1), (16, 32, 4, 1, 1), (16, 16, 4, 1, 1)),
 }
 
 
@@ -881,7 +881,9 @@ def _backward(problem, limits, engine, reason, variant, parts):
         for name, x in (("lse", problem.lse), ("dlse", problem.dlse))
         if x and not _layout.is_contiguous(x, 4)
     }
-    query_tiles, key_tiles = -(-problem.queries // variant.tile_q), -(-problem.keys // variant.tile_k)
+    step = max(64 // variant.tile_q, 1)  # tiles of queries that are whole blocks of 64 rows
+    query_tiles = -(-problem.queries // (step * variant.tile_q)) * step
+    key_tiles = -(-problem.keys // variant.tile_k)
     heads, items = batches * problem.heads, batches * problem.key_heads * key_tiles
     padded = query_tiles * variant.tile_q
     row_blocks = heads * padded // 64

@@ -565,7 +565,7 @@ class _Rows:
             )
             size, width = np.abs(dout), dout.shape[1]
             delta = (dout * out).sum(axis=1)
-            dp_error = path.gamma(width) * product(size, np.abs(v.T))
+            dp_error = path.gamma(width + path.product) * product(size, np.abs(v.T))
             dp_error += path.tiny * (width + size.sum(axis=1)[:, None] + np.abs(v).sum(axis=1))
             out_error = self.out_bound()
             delta_error = gamma((width + 1) * path.u) * (size * (np.abs(out) + out_error)).sum(axis=1)
