@@ -241,6 +241,10 @@ def variants(limits):
             found |= {hopper_dq_variant(dtype, dim): None for dim in HOPPER_DQ_TILES}
     found |= {forward_variant("float32", "full", dim, dim, limits): None for dim in FLOAT32_TILES}
     found |= {forward_variant("float64", "full", *dims, limits): None for dims in FLOAT64_TILES}
+    found |= {backward_variant("float32", dim, dim, limits): None for dim in FLOAT32_BACKWARD_TILES}
+    found |= {backward_variant("float64", dim, dim, limits): None for dim in FLOAT64_BACKWARD_DIMS}
+    for dtype in ("float32", "float64"):
+        found |= {rows_variant(dtype): None, finish_variant(dtype): None}
     found |= {decode_8bit_variant(kind, dim, limits): None for kind in FORMATS for dim in DECODE_8BIT_TILES}
     return tuple(found)
 
@@ -356,14 +360,22 @@ def append_variant(dtype):
 # Engines --------------------------------------------------------------------------------------------------------
 
 
+GPU_DTYPES = {
+    "forward": tuple(ELEMENTS),
+    "backward": tuple(ELEMENTS),
+    "decode": ("float16", "bfloat16"),
+}
+
+
 def plan(problem, limits):
     """Choose engine, variant, copies and launches for a problem. ``limits`` is None where there is no GPU."""
     if problem.library == "numpy":
         return Plan("numpy", "the arrays are NumPy's")
-    has = {"backward": "float16, bfloat16 or float32", "decode": "float16 or bfloat16"}.get(problem.function)
-    if has and problem.dtype not in has.replace(",", "").split():
+    wanted = GPU_DTYPES[problem.function]
+    if problem.dtype not in wanted:
         raise NotImplementedError(
-            f"{problem.function}: has no GPU kernel for {problem.dtype} yet; wanted {has}, or NumPy arrays"
+            f"{problem.function}: has no GPU kernel for {problem.dtype} yet; "
+            f"wanted {', '.join(wanted[:-1])} or {wanted[-1]}, or NumPy arrays"
         )
     portable, hopper = {
         "forward": (_portable_forward, _hopper_forward),
@@ -448,6 +460,8 @@ def backward_variant(dtype, head_dim, value_dim, limits):
     """The portable engine's main kernel of backward for head dims as given."""
     if dtype == "float32":
         return float32_backward_variant(head_dim, value_dim, limits)
+    if dtype == "float64":
+        return float64_backward_variant(head_dim, value_dim, limits)
     head_dim, value_dim = _padded(head_dim, value_dim)
     widest = max(head_dim, value_dim)
     for tile_q, tile_k, warps, blocks, stages in next(BACKWARD_TILES[dim] for dim in BACKWARD_TILES if widest <= dim):
@@ -463,6 +477,27 @@ def backward_variant(dtype, head_dim, value_dim, limits):
     return Variant(
         "backward", dtype, "window", head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared,
         vector_adds=int(limits.capability >= (9, 0)),
+    )  # fmt: skip
+
+
+# Tiles of backward's main kernel in float64: tile_q, tile_k, warps, the larger the better, so that rows are read less
+# often. The first that fit shared memory are taken; registers have room for all of them. Head dims are padded alike.
+FLOAT64_BACKWARD_TILES = ((64, 64, 8), (32, 64, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4))
+FLOAT64_BACKWARD_DIMS = (32, 64, 128, 256)
+
+
+def float64_backward_variant(head_dim, value_dim, limits):
+    """The portable engine's main kernel of backward in float64, for head dims as given."""
+    dim, _ = _alike(FLOAT64_BACKWARD_DIMS, head_dim, value_dim)
+    for tile_q, tile_k, warps in FLOAT64_BACKWARD_TILES:
+        shared = 16 * dim * (tile_k + tile_q)  # k and v, q and dout
+        shared += 16 * tile_k * tile_q  # p and ds
+        shared += 16 * tile_q + 64 * 16 + 48  # numbers of rows, visits, what a block works on
+        if shared <= limits.shared_bytes:
+            break
+    return Variant(
+        "backward_f64", "float64", "window", dim, dim, tile_q, tile_k, warps, 1, 1, shared,
+        tall_products=int(limits.capability >= (9, 0)),
     )  # fmt: skip
 
 
@@ -492,13 +527,15 @@ def hopper_dq_variant(dtype, dim):
 
 
 def rows_variant(dtype):
-    """The kernel of backward that goes before: eight threads a row, 64 rows a block."""
-    return Variant("backward_rows", dtype, "window", 256, 256, 64, 64, 8, 4, 1, 0)
+    """The kernel of backward that goes before: eight threads a row, and rows a block that divide any tile of queries."""
+    rows, warps = (16, 4) if dtype in ("float32", "float64") else (64, 8)
+    return Variant("backward_rows", dtype, "window", 256, 256, rows, 64, warps, 4, 1, 0)
 
 
 def finish_variant(dtype):
-    """The kernel of backward that goes behind: 64 rows of dq a block."""
-    return Variant("backward_finish", dtype, "window", 256, 256, 64, 64, 4, 5, 1, 0)
+    """The kernel of backward that goes behind: as many rows of dq a block as the main kernel keeps together."""
+    rows = 16 if dtype in ("float32", "float64") else 64
+    return Variant("backward_finish", dtype, "window", 256, 256, rows, 64, rows // 16, 320 // rows, 1, 0)
 
 
 # Forward --------------------------------------------------------------------------------------------------------
@@ -875,24 +912,24 @@ def _backward(problem, limits, engine, reason, variant, parts):
     if 0 in (batches, problem.heads, problem.queries, problem.keys):
         return Plan(engine, reason, (), results)
 
+    real = ELEMENTS[problem.dtype].lse  # dtype of sums
     operands, copies, lengths, where = _layout.lay_out(problem.batch, _backward_uses(problem, grads, engine))
     copies |= {
-        name: _layout.Copy(name, x.shape, 4 * x.shape[-1], "float32")
+        name: _layout.Copy(name, x.shape, real.itemsize * x.shape[-1], real.name)
         for name, x in (("lse", problem.lse), ("dlse", problem.dlse))
-        if x and not _layout.is_contiguous(x, 4)
+        if x and not _layout.is_contiguous(x, real.itemsize)
     }
-    step = max(64 // variant.tile_q, 1)  # tiles of queries that are whole blocks of 64 rows
-    query_tiles = -(-problem.queries // (step * variant.tile_q)) * step
-    key_tiles = -(-problem.keys // variant.tile_k)
+    query_tiles, key_tiles = -(-problem.queries // variant.tile_q), -(-problem.keys // variant.tile_k)
     heads, items = batches * problem.heads, batches * problem.key_heads * key_tiles
     padded = query_tiles * variant.tile_q
-    row_blocks = heads * padded // 64
+    before, behind = rows_variant(problem.dtype), finish_variant(problem.dtype)
+    row_blocks = heads * padded // before.tile_q
     if max(items, row_blocks) > MOST_PARTS:
-        has = f"{items} tiles of keys and {row_blocks} of 64 rows, counted over all heads"
+        has = f"{items} tiles of keys and {row_blocks} of {before.tile_q} rows, counted over all heads"
         raise ValueError(f"backward: has {has}; wanted at most {MOST_PARTS} of each")
     blocks = limits.processors * variant.blocks_per_sm
     passes = _passes(problem, variant, key_tiles, blocks)
-    largest = float(np.finfo(np.float32).max) / 2
+    largest = float(np.finfo(real).max) / 2
     scale = min(max(problem.scale, -largest), largest)
     wide = {name: int(bool(like.stretched)) for name, like in grads.items()}
     alone = engine == "sm90" and variant.head_dim in HOPPER_DQ_TILES
@@ -924,10 +961,10 @@ def _backward(problem, limits, engine, reason, variant, parts):
         "scale": scale,
         "scale_log2": scale * LOG2_E,
     }
-    sums = () if alone else (Buffer("dq_sum", (heads, padded, variant.head_dim), "float32", (0, 1)),)
+    sums = () if alone else (Buffer("dq_sum", (heads, padded, variant.head_dim), real.name, (0, 1)),)
     buffers = (
-        Buffer("row_lse", (heads, padded), "float32", (0,)),
-        Buffer("row_delta", (heads, padded), "float32", (0,)),
+        Buffer("row_lse", (heads, padded), real.name, (0,)),
+        Buffer("row_delta", (heads, padded), real.name, (0,)),
         *sums,
         Buffer("turns", (FIRST_COUNTER + len(sums) * heads * query_tiles * parts,), "int32", (), cleared=True),
         Buffer("suspects", (items,), "int32", (), cleared=True),
@@ -945,8 +982,8 @@ def _backward(problem, limits, engine, reason, variant, parts):
     def step(variant, grid, more=None, **facts):
         return Step(variant, grid, 32 * variant.warps, variant.shared_bytes, args | (more or {}), **facts)
 
-    behind, finished = finish_variant(problem.dtype), items
-    steps = [step(rows_variant(problem.dtype), row_blocks)]
+    finished = items
+    steps = [step(before, row_blocks)]
     if alone:
         dq = hopper_dq_variant(problem.dtype, variant.head_dim)
         tiles = -(-problem.queries // dq.tile_q)
@@ -1000,9 +1037,9 @@ def _backward_uses(problem, grads, engine):
     uses = {name: Use(operand, problem.dtype, 16, tensor=tensors) for name, operand in given.items()}
     uses["out"] = Use(problem.out, problem.dtype, 16)
     for name, like in grads.items():
-        if like.stretched:  # each part in float32, to be summed
+        if like.stretched:  # each part in the dtype of sums, to be summed
             part = Operand(like.shape, (0,) * len(like.shape), True)
-            uses[name] = Use(part, "float32", 16, written=True, summed=like.stretched)
+            uses[name] = Use(part, ELEMENTS[problem.dtype].lse.name, 16, written=True, summed=like.stretched)
         else:
             steps = contiguous(like.shape, like.order, ELEMENTS[problem.dtype].itemsize)
             grad = getattr(problem, name) or Operand(like.shape, steps, True)

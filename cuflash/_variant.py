@@ -53,7 +53,7 @@ def _args(scale_log2, pointers="q k v out lse", maps="", wide="", sizes=""):
     )
 
 
-def _backward_args(maps="", more=()):
+def _backward_args(maps="", more=(), scale=np.float32):
     pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
     sizes = (
         "queries keys heads group head_dim value_dim batches1 first_shift end_shift query_tiles key_tiles "
@@ -65,8 +65,8 @@ def _backward_args(maps="", more=()):
             *((name, _TENSOR_MAP) for name in maps.split()),
             *((f"{name}_strides", _STRIDES) for name in "q k v dout out dq dk dv".split()),
             *((name, np.int32) for name in sizes.split()),
-            ("scale", np.float32),
-            ("scale_log2", np.float32),
+            ("scale", scale),
+            ("scale_log2", scale),
             *more,
         ]
     )
@@ -113,7 +113,8 @@ _OFFSET_OF = """\
 #endif
 """
 
-# Kernel file and the twin of its struct Args, by kernel.
+# Kernel file and the twin of its struct Args, by kernel; of kernels for several dtypes of sums, the twins by these.
+_BACKWARD_ARGS = {name: _backward_args(scale=name) for name in ("float32", "float64")}
 KERNELS = {
     "forward": ("forward.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
     "forward_f32": ("forward_f32.cu", _args(np.float32, wide="first_block", sizes="out_vectors")),
@@ -125,10 +126,11 @@ KERNELS = {
     "append": ("append.cu", _append_args()),
     "decode": ("decode.cu", _decode_args()),
     "decode_8bit": ("decode_8bit.cu", _decode_args()),
-    "backward_rows": ("backward_rows.cu", _backward_args()),
+    "backward_rows": ("backward_rows.cu", _BACKWARD_ARGS),
     "backward": ("backward.cu", _backward_args()),
-    "backward_f32": ("backward_f32.cu", _backward_args()),
-    "backward_finish": ("backward_finish.cu", _backward_args()),
+    "backward_f32": ("backward_f32.cu", _BACKWARD_ARGS["float32"]),
+    "backward_f64": ("backward_f64.cu", _BACKWARD_ARGS["float64"]),
+    "backward_finish": ("backward_finish.cu", _BACKWARD_ARGS),
     "backward_sm90": ("backward_sm90.cu", _backward_args("q_map dout_map k_map v_map dk_map dv_map")),
     "backward_dq_sm90": (
         "backward_dq_sm90.cu",
@@ -192,7 +194,8 @@ class Variant:
     @property
     def args(self):
         """NumPy twin of the kernel's struct Args."""
-        return KERNELS[self.kernel][1]
+        args = KERNELS[self.kernel][1]
+        return args[KINDS[self.element].lse.name] if isinstance(args, dict) else args
 
     def preamble(self):
         """The constants and types of this variant, and the checks of its struct of arguments."""
@@ -222,8 +225,8 @@ class Variant:
         if field.default is MISSING:
             return field.name not in _UNUSED.get(self.kernel, ())
         owners = {
-            "ordered": ("backward", "backward_f32", "backward_sm90"),
-            "tall_products": ("forward_f64",),
+            "ordered": ("backward", "backward_f32", "backward_f64", "backward_sm90"),
+            "tall_products": ("forward_f64", "backward_f64"),
             "vector_adds": ("backward", "backward_f32"),
             "converts": ("decode_8bit",),
         }

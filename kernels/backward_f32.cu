@@ -423,8 +423,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 Parts a[TILE_K / 16];
                 load_slopes(a, shared + SLOPE_START + lane_of_b<TILE_Q>(dq_row / 8));
                 const int64 row = static_cast<int64>(agenda.tile_of(args, agenda.listed(visit(1)).visit)) * TILE_Q + dq_row;
-                char* to = args.dq_sum + row / 64 * (64 * HEAD_DIM * sizeof(float)) + lane_index() * sizeof(Four) +
-                           (2 * dq_mate * 4 + row % 64 / 16) * (WARP * sizeof(Four));
+                char* to = args.dq_sum + row * (HEAD_DIM * sizeof(float)) + 2 * dq_mate * SUM_BYTES +
+                           lane_index() * SUM_LANE;
                 const bool first = ORDERED && agenda.listed(visit(1)).turn == 0;
 #pragma unroll
                 for (int n = 0; n < DQ_COLUMNS / 8; n += 2) {
@@ -434,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     }
 #pragma unroll
                     for (int m = 0; m < 2; ++m) {
-                        char* place = to + (n * DQ_MATES + m) * (4 * WARP * sizeof(Four));
+                        char* place = to + (n * DQ_MATES + m) * SUM_BYTES;
                         if (first) {
                             store_global(place, Four{{sum[m][0], sum[m][1], sum[m][2], sum[m][3]}});
                         } else {

@@ -1,8 +1,9 @@
 // The end of the backward pass: dq = scale * dq_sum, rounded, in the rows of the caller's array; and, where a number of
 // dq, dk or dv is not finite, that row again by the careful path.
 //
-// Blocks of two kinds. The first, which there are where dq has been summed in global memory, own 64 rows of dq of a head,
-// as the main kernel's accumulators left them (visits.cuh says who did): a warp takes 16 of them, 32 columns at a time.
+// Blocks of two kinds. The first, which there are where dq has been summed in global memory, own TILE_Q rows of dq of a
+// head, as the main kernel's accumulators left them (visits.cuh says who did): a warp takes 16 of them, 32 columns at a
+// time.
 // The others own an item, a tile of keys, and do nothing unless it is suspect. Memory limits both.
 #include "backward_args.cuh"
 #include "careful_gradients.cuh"
@@ -13,12 +14,25 @@
 namespace cuflash {
 
 constexpr int THREADS = WARP * WARPS;
-static_assert(TILE_Q == 64, "TILE_Q: the rows of a block of dq_sum");
-static_assert(WARPS == 4, "WARPS: 16 of the rows each");
+static_assert(TILE_Q == 16 * WARPS, "TILE_Q: the rows of a block of dq_sum, 16 for every warp");
 static_assert(STAGES == 1 && SHARED_BYTES == 0, "STAGES, SHARED_BYTES: nothing is shared");
 
 struct alignas(16) Accumulator {  // of a lane, for 16 x 8 numbers
-    float x[4];
+    Real x[4];
+};
+__device__ __forceinline__ Accumulator load_sum(const char* sums, int lane) {
+    if constexpr (sizeof(Real) == 4) {
+        return load_global<Accumulator>(sums + lane * SUM_LANE);
+    } else {
+        Accumulator sum;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum.x[e] = load_global<Real>(sums + lane * SUM_LANE + e * SUM_NEXT);
+        return sum;
+    }
+}
+
+struct alignas(2 * sizeof(Real)) Two {
+    Real low, high;
 };
 
 // Words of four neighbouring blocks of 8 columns, one of each block a thread: after it, thread t of a quad has all
@@ -38,6 +52,34 @@ __device__ __forceinline__ Vector16 gather_chunk(const uint32 (&words)[4], int l
     return high ? Vector16{{other[0], other[1], own[0], own[1]}} : Vector16{{own[0], own[1], other[0], other[1]}};
 }
 
+// 32 columns of a row from `first` on, of which a lane has two of each 8, to where they belong; a row that is null to
+// nowhere. 16-bit elements leave in whole chunks.
+template <typename Element>
+__device__ __forceinline__ void store_columns(char* row, int first, int end, bool wide, const Two (&pairs)[4]) {
+    const int lane = lane_index();
+    if constexpr (sizeof(Element) == 2) {
+        uint32 words[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const int column = first + 8 * m + lane % 4 * 2;
+            words[m] = cvt_pair(Element{}, pairs[m].low, pairs[m].high);
+            if (wide && row != nullptr) {
+                if (column < end) store_global(row + 4 * column, pairs[m].low);
+                if (column + 1 < end) store_global(row + 4 * column + 4, pairs[m].high);
+            }
+        }
+        const Vector16 chunk = gather_chunk(words, lane);
+        const int column = first + 8 * (lane % 4);
+        if (!wide && row != nullptr && column < end) store_global(row + 2 * column, chunk);
+    } else {
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const int column = first + 8 * m + lane % 4 * 2;
+            if (row != nullptr && column < end) store_global(row + sizeof(Element) * column, pairs[m]);
+        }
+    }
+}
+
 // Of rows [first, first + TILE_Q) of dq of one head, a warp's 16.
 __device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, int linear, int first) {
     const int batch = linear / args.heads, batch0 = batch / args.batches1, batch1 = batch % args.batches1;
@@ -49,35 +91,27 @@ __device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, 
     const bool stored = args.clear || mask.first_key(tile_first) < mask.end_key(tile_last);
 
     const int64 padded = static_cast<int64>(args.query_tiles) * args.tile_q;
-    const char* const sums = args.dq_sum + (linear * padded + first) * args.columns * 4;
+    const char* const sums = args.dq_sum + (linear * padded + first) * args.columns * static_cast<int64>(sizeof(Real));
     const int row = first + 16 * block + lane / 4;  // and 8 below
     char* const dq = args.dq + args.dq_strides.offset(batch0, batch1, head) + row * args.dq_strides.row;
-    float zeros[2] = {};  // sums of 0 times a number: NaN where one is not finite
+    Real zeros[2] = {};  // sums of 0 times a number: NaN where one is not finite
     for (int n = 0; n < args.columns / 32; ++n) {
         Accumulator sum[4];
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-            const char* place = sums + (((4 * n + m) * 4 + block) * WARP + lane) * CHUNK;
-            sum[m] = stored ? load_global<Accumulator>(place) : Accumulator{};
+            const char* place = sums + ((4 * n + m) * WARPS + block) * SUM_BYTES;
+            sum[m] = stored ? load_sum(place, lane) : Accumulator{};
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             char* const here = row + 8 * half < args.queries ? dq + 8 * half * args.dq_strides.row : nullptr;
-            uint32 words[4];
+            Two pairs[4];
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
-                const float low = sum[m].x[2 * half] * args.scale, high = sum[m].x[2 * half + 1] * args.scale;
-                zeros[half] += (low - low) + (high - high);
-                words[m] = cvt_pair(Element{}, low, high);
-                const int column = 32 * n + 8 * m + lane % 4 * 2;
-                if (args.dq_wide && here != nullptr) {
-                    if (column < args.head_dim) store_global(here + 4 * column, low);
-                    if (column + 1 < args.head_dim) store_global(here + 4 * column + 4, high);
-                }
+                pairs[m] = {sum[m].x[2 * half] * args.scale, sum[m].x[2 * half + 1] * args.scale};
+                zeros[half] += (pairs[m].low - pairs[m].low) + (pairs[m].high - pairs[m].high);
             }
-            const Vector16 chunk = gather_chunk(words, lane);
-            const int column = 32 * n + 8 * (lane % 4);
-            if (!args.dq_wide && here != nullptr && column < args.head_dim) store_global(here + 2 * column, chunk);
+            store_columns<Element>(here, 32 * n, args.head_dim, args.dq_wide, pairs);
         }
     }
     sync_warp();  // what is written again must have been written

@@ -3,8 +3,8 @@
 //   row_delta = sum(dout * out) - dlse        row_lse = lse * log2 e
 //
 // Rows that see no key, and those that fill the last tile, get row_lse = inf, so that every weight exp2(s - row_lse)
-// of theirs is 0, and row_delta = 0. A block owns 64 rows of a head, eight neighbouring threads a row, and both
-// operands are read once, 16 bytes at a time: memory limits it.
+// of theirs is 0, and row_delta = 0. A block owns TILE_Q rows of a head, eight neighbouring threads a row, and
+// both operands are read once, 16 bytes at a time: memory limits it.
 #include "backward_args.cuh"
 #include "mask.cuh"
 #include "ptx.cuh"
@@ -17,27 +17,27 @@ constexpr int ROW_THREADS = 8;
 static_assert(TILE_Q % (THREADS / ROW_THREADS) == 0, "TILE_Q: whole rounds of the rows that threads work on at once");
 static_assert(STAGES == 1 && SHARED_BYTES == 0, "STAGES, SHARED_BYTES: nothing is shared");
 
-constexpr float LOG2_E = 1.44269504088896340736f;
-constexpr float COARSEST = 1 << 26;  // from here on a row's lse is rounded by more than 1
+constexpr Real LOG2_E = 1.44269504088896340736;
+constexpr Real COARSEST = sizeof(Real) == 4 ? 0x1p26 : 0x1p55;  // from here on a row's lse is rounded by more than 1
 
-__device__ __forceinline__ Element low_half(uint32 pair) { return Element{static_cast<unsigned short>(pair)}; }
-__device__ __forceinline__ Element high_half(uint32 pair) { return Element{static_cast<unsigned short>(pair >> 16)}; }
+struct alignas(CHUNK) Chunk {  // neighbours that travel together
+    static constexpr int ELEMENTS = CHUNK / sizeof(Element);
+    Element x[ELEMENTS];
+};
 
 // This thread's share of the product of two rows: every eighth chunk, and what fills no chunk.
-__device__ __forceinline__ float partial_product(const char* a, const char* b, int columns, int first_chunk) {
-    auto add = [](Element x, Element y, float sum) { return fused_multiply_add(to_float(x), to_float(y), sum); };
-    float sum = 0.0f;
-    int d = first_chunk * CHUNK_ELEMENTS;
+__device__ __forceinline__ Real partial_product(const char* a, const char* b, int columns, int first_chunk) {
+    constexpr int SIZE = sizeof(Element);
+    auto add = [](Element x, Element y, Real sum) { return fused_multiply_add(to_real(x), to_real(y), sum); };
+    Real sum = 0;
+    int d = first_chunk * Chunk::ELEMENTS;
 #pragma unroll 4
-    for (; d + CHUNK_ELEMENTS <= columns; d += ROW_THREADS * CHUNK_ELEMENTS) {
-        const Vector16 x = load_global<Vector16>(a + 2 * d), y = load_global<Vector16>(b + 2 * d);
+    for (; d + Chunk::ELEMENTS <= columns; d += ROW_THREADS * Chunk::ELEMENTS) {
+        const Chunk x = load_global<Chunk>(a + SIZE * d), y = load_global<Chunk>(b + SIZE * d);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            sum = add(low_half(x.words[n]), low_half(y.words[n]), sum);
-            sum = add(high_half(x.words[n]), high_half(y.words[n]), sum);
-        }
+        for (int n = 0; n < Chunk::ELEMENTS; ++n) sum = add(x.x[n], y.x[n], sum);
     }
-    for (; d < columns; ++d) sum = add(load_global<Element>(a + 2 * d), load_global<Element>(b + 2 * d), sum);
+    for (; d < columns; ++d) sum = add(load_global<Element>(a + SIZE * d), load_global<Element>(b + SIZE * d), sum);
     return sum;
 }
 
@@ -56,9 +56,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const int i = first + r + row;
         const int64 place = static_cast<int64>(linear) * args.queries + i;
         const bool inside = i < args.queries && mask.first_key(i) < mask.end_key(i);
-        const float lse = inside ? load_global<float>(args.lse + 4 * place) : -INFINITE;
+        const Real lse = inside ? load_global<Real>(args.lse + sizeof(Real) * place) : Real(-INFINITE);
         const bool sees = lse != -INFINITE;
-        float delta = 0.0f;
+        Real delta = 0;
         if (sees) {
             delta = partial_product(dout + i * args.dout_strides.row, out + i * args.out_strides.row,
                                     args.value_dim, column);
@@ -66,16 +66,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
         for (int lanes = 1; lanes < ROW_THREADS; lanes *= 2) delta += shuffle_xor(delta, lanes);
         if (column != 0) continue;
-        if (sees && args.dlse != nullptr) delta -= load_global<float>(args.dlse + 4 * place);
-        const float row_lse = sees ? multiply(lse, LOG2_E) : INFINITE;
+        if (sees && args.dlse != nullptr) delta -= load_global<Real>(args.dlse + sizeof(Real) * place);
+        const Real row_lse = sees ? multiply(lse, LOG2_E) : Real(INFINITE);
         const int64 to = static_cast<int64>(linear) * padded + i;
-        store_global(args.row_lse + 4 * to, row_lse);
-        store_global(args.row_delta + 4 * to, delta);
+        store_global(args.row_lse + sizeof(Real) * to, row_lse);
+        store_global(args.row_delta + sizeof(Real) * to, delta);
         if (is_finite(row_lse) && absolute(row_lse) >= COARSEST) store_global(args.turns + COARSE, 1);
     }
     if (args.clear) {
-        char* sums = args.dq_sum + static_cast<int64>(tile) * TILE_Q * args.columns * 4;
-        for (int n = thread_index(); n < TILE_Q * args.columns / 4; n += THREADS) {
+        char* sums = args.dq_sum + static_cast<int64>(tile) * TILE_Q * args.columns * sizeof(Real);
+        for (int n = thread_index(); n < TILE_Q * args.columns * static_cast<int>(sizeof(Real)) / CHUNK; n += THREADS) {
             store_global(sums + CHUNK * n, Vector16{});
         }
     }

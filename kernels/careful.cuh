@@ -1,37 +1,11 @@
 // The careful path of forward and decode: rows that tensor cores may have got wrong, computed again.
 #pragma once
 
+#include "element.cuh"
 #include "ptx.cuh"
 #include "softmax.cuh"
 
 namespace cuflash {
-
-// An element as the number that sums are made of, and such a number as an element.
-template <typename Element>
-__device__ __forceinline__ auto to_real(Element x) {
-    if constexpr (sizeof(Element) == 2) {
-        return to_float(x);
-    } else {
-        return x;
-    }
-}
-template <typename Element, typename Real>
-__device__ __forceinline__ Element rounded(Real x) {
-    if constexpr (sizeof(Element) == 2) {
-        return Element{static_cast<unsigned short>(cvt_pair(Element{}, x, 0.0f))};
-    } else {
-        return x;
-    }
-}
-
-// A row of elements in global memory.
-template <typename Element>
-struct RowOf {
-    const char* row;
-    __device__ __forceinline__ auto operator()(int d) const {
-        return to_real(load_global<Element>(row + sizeof(Element) * d));
-    }
-};
 
 constexpr int ADDED = 64;  // keys whose terms are added before they join the others, where sums are short
 

@@ -1,23 +1,25 @@
-// The careful path of backward for 16-bit elements: rows of gradients that tensor cores may have got wrong, again.
+// The careful path of backward: rows of gradients that tensor cores may have got wrong, again.
 //
 // A number that is not finite, in a pair of row and key that is hidden, meets a weight of 0 on the tensor cores, and
 // 0 * NaN spoils a sum. Here a warp makes one row of a gradient from the pairs that are visible alone.
 #pragma once
 
+#include "backward_args.cuh"
+#include "element.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
+#include "softmax.cuh"
 
 namespace cuflash {
 
 constexpr int ROW_NUMBERS = (HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) / WARP;  // of a row, for each lane
 
 // The product of two rows, in all lanes.
-__device__ __forceinline__ float dot(const char* a, const char* b, int columns) {
-    float sum = 0.0f;
+__device__ __forceinline__ Real dot(const char* a, const char* b, int columns) {
+    const RowOf<Element> x{a}, y{b};
+    Real sum = 0;
 #pragma unroll 1
-    for (int d = lane_index(); d < columns; d += WARP) {
-        sum = fused_multiply_add(to_float(load_global<Element>(a + 2 * d)), to_float(load_global<Element>(b + 2 * d)), sum);
-    }
+    for (int d = lane_index(); d < columns; d += WARP) sum = fused_multiply_add(x(d), y(d), sum);
 #pragma unroll
     for (int lanes = WARP / 2; lanes > 0; lanes /= 2) sum += shuffle_xor(sum, lanes);
     return sum;
@@ -26,25 +28,24 @@ __device__ __forceinline__ float dot(const char* a, const char* b, int columns) 
 // A row of a gradient in the making, every 32nd number a lane's. Registers are for these alone: the kernel beside which
 // this lies wants few, and rows are read again as often as it takes.
 struct RowSum {
-    float x[ROW_NUMBERS] = {};
+    Real x[ROW_NUMBERS] = {};
 
-    __device__ __forceinline__ void add(float factor, const char* row, int columns) {
+    __device__ __forceinline__ void add(Real factor, const char* row, int columns) {
 #pragma unroll
         for (int n = 0; n < ROW_NUMBERS; ++n) {
             const int d = n * WARP + lane_index();
-            if (d < columns) x[n] = fused_multiply_add(factor, to_float(load_global<Element>(row + 2 * d)), x[n]);
+            if (d < columns) x[n] = fused_multiply_add(factor, RowOf<Element>{row}(d), x[n]);
         }
     }
-    __device__ __forceinline__ void store(char* row, int columns, bool wide, float factor) const {
+    __device__ __forceinline__ void store(char* row, int columns, bool wide, Real factor) const {
 #pragma unroll
         for (int n = 0; n < ROW_NUMBERS; ++n) {
             const int d = n * WARP + lane_index();
             if (d >= columns) continue;
             if (wide) {
-                store_global(row + 4 * d, x[n] * factor);
+                store_global(row + sizeof(Real) * d, x[n] * factor);
             } else {
-                const uint32 pair = cvt_pair(Element{}, x[n] * factor, 0.0f);
-                store_global(row + 2 * d, Element{static_cast<unsigned short>(pair)});
+                store_global(row + sizeof(Element) * d, rounded<Element>(x[n] * factor));
             }
         }
     }
@@ -54,23 +55,19 @@ struct RowSum {
 __device__ __forceinline__ bool is_spoilt(const char* row, int columns, bool wide) {
     bool spoilt = false;
     for (int d = lane_index(); d < columns; d += WARP) {
-        if (wide) {
-            spoilt |= !is_finite(load_global<float>(row + 4 * d));
-        } else {
-            spoilt |= !is_finite(to_float(load_global<Element>(row + 2 * d)));
-        }
+        spoilt |= !is_finite(wide ? RowOf<Real>{row}(d) : RowOf<Element>{row}(d));
     }
     return any(spoilt);
 }
 
 // Numbers of a pair: P and dS. A score of -inf has neither, whatever the rest holds.
 struct Pair {
-    float p, ds;
+    Real p, ds;
     bool seen;
-    __device__ __forceinline__ Pair(float product, float scale_log2, float row_lse, float dp, float row_delta) {
-        const float score = multiply(product, scale_log2), exponent = score - row_lse;
+    __device__ __forceinline__ Pair(Real product, Real scale_log2, Real row_lse, Real dp, Real row_delta) {
+        const Real score = multiply(product, scale_log2), exponent = score - row_lse;
         seen = score != -INFINITE && row_lse != INFINITE;
-        p = ex2_approx(exponent > 0.0f ? 0.0f : exponent);  // a weight is 1 at most; NaN stays
+        p = exp2_of(exponent > 0 ? Real(0) : exponent);  // a weight is 1 at most; NaN stays
         ds = p * (dp - row_delta);
     }
 };
@@ -88,9 +85,9 @@ struct GradientRows {
         return base + strides.offset(batch0, batch1, head) + row * strides.row;
     }
     // Of row_lse and row_delta.
-    __device__ __forceinline__ float of_row(const char* base, int head, int row) const {
+    __device__ __forceinline__ Real of_row(const char* base, int head, int row) const {
         const int64 linear = (batch * args.heads + head) * args.query_tiles * args.tile_q + row;
-        return load_global<float>(base + 4 * linear);
+        return load_global<Real>(base + sizeof(Real) * linear);
     }
 };
 
@@ -99,7 +96,7 @@ template <typename Args>
 __device__ __noinline__ void careful_dq(const Args& args, int64 batch, int head, int i, int first, int end) {
     const GradientRows<Args> rows(args, batch);
     const int key_head = head / args.group;
-    const float row_lse = rows.of_row(args.row_lse, head, i), row_delta = rows.of_row(args.row_delta, head, i);
+    const Real row_lse = rows.of_row(args.row_lse, head, i), row_delta = rows.of_row(args.row_delta, head, i);
     const char* const query = rows.at(args.q, args.q_strides, head, i);
     const char* const dout = rows.at(args.dout, args.dout_strides, head, i);
     RowSum sum;
@@ -134,7 +131,7 @@ __device__ __noinline__ void careful_dk_dv(const Args& args, int64 batch, int ke
         }
     }
     if (is_dv) {
-        sum.store(rows.at(args.dv, args.dv_strides, key_head, j), args.value_dim, args.dv_wide, 1.0f);
+        sum.store(rows.at(args.dv, args.dv_strides, key_head, j), args.value_dim, args.dv_wide, Real(1));
     } else {
         sum.store(rows.at(args.dk, args.dk_strides, key_head, j), args.head_dim, args.dk_wide, args.scale);
     }

@@ -22,6 +22,7 @@
 // instructions of float64 a pair at 16 lanes a clock, take 576 more, and reads of shared memory are 63 % of what there
 // is. At head_dim 8 or less what belongs to the exponentials takes about three quarters of the time.
 #include "careful.cuh"
+#include "float64.cuh"
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
@@ -40,10 +41,6 @@ static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of 16 keys");
 static_assert(HEAD_DIM == 4 || HEAD_DIM % K == 0, "HEAD_DIM: 4, 8 or a multiple of 16");
 static_assert(COLUMNS % 8 == 0, "VALUE_DIM: 8 columns for every warp, or a multiple");
 static_assert(STAGES == 1, "STAGES: keys and values arrive in turn");
-
-struct alignas(16) Pair {  // neighbours that travel together
-    double low, high;
-};
 
 constexpr int QUERY_BYTES = ROWS * HEAD_DIM * 8;  // of a warp's rows
 // Bytes from one row to the next in shared memory; see above.
@@ -89,22 +86,6 @@ __device__ __forceinline__ Dense locate(const Args& args) {
 using Scores = double[TILE_K / 8][4];
 using Out = double[COLUMNS / 8][4];
 using Rows = SoftmaxRow<double>[2];
-
-// d += a b, 16 x 8 += 16 x TERMS times TERMS x 8. Where there is no instruction of that size, those of 8 rows and 4
-// terms take its operands as they are.
-template <int TERMS>
-__device__ __forceinline__ void multiply_add(double (&d)[4], const double (&a)[TERMS / 2],
-                                             const double (&b)[TERMS / 4]) {
-    if constexpr (TALL_PRODUCTS) {
-        mma_m16n8(d, a, b);
-    } else {
-#pragma unroll
-        for (int n = 0; n < TERMS / 4; ++n) {
-            mma_m8n8k4(d[0], d[1], a[2 * n], b[n]);
-            mma_m8n8k4(d[2], d[3], a[2 * n + 1], b[n]);
-        }
-    }
-}
 
 // scores = q k^T. `queries` and `keys` are the addresses of the lane's first terms.
 __device__ __forceinline__ void multiply_transposed(Scores& scores, uint32 queries, uint32 keys) {

@@ -86,6 +86,9 @@ __device__ __forceinline__ int atomic_add_acq_rel(char* address, int value) {
 __device__ __forceinline__ void add_global(char* address, float value) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }
+__device__ __forceinline__ void add_global(char* address, double value) {
+    asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" ::"l"(address), "d"(value) : "memory");
+}
 // The same of four neighbours, 16 bytes together where the hardware has VECTORS of them (sm_90 and newer).
 template <bool VECTORS>
 __device__ __forceinline__ void add_global(char* address, const float (&values)[4]) {

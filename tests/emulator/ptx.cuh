@@ -101,6 +101,10 @@ inline void add_global(char* address, float value, Site here = HERE) {
     emulator::pause("add_global", here);
     store_global(address, load_global<float>(address, here) + value, here);
 }
+inline void add_global(char* address, double value, Site here = HERE) {
+    emulator::pause("add_global", here);
+    store_global(address, load_global<double>(address, here) + value, here);
+}
 template <bool VECTORS>
 void add_global(char* address, const float (&values)[4], Site here = HERE) {
     if (VECTORS) emulator::check_global(address, 16, 16, emulator::WRITES, here);
