@@ -429,22 +429,22 @@ HOPPER_DQ_TILES = {256: (128, 64, 12)}
 
 
 # Tiles of backward's main kernel of float32, by the padded head dim, of v too: tile_q, tile_k, warps, blocks a
-# multiprocessor, stages. The first that fit shared memory are taken. Nothing of it is measured.
+# multiprocessor. The first that fit shared memory are taken. Nothing of it is measured.
 FLOAT32_BACKWARD_TILES = {
-    32: ((64, 64, 4, 2, 1), (64, 64, 4, 1, 1)),
-    64: ((64, 128, 8, 1, 1), (64, 64, 8, 1, 1), (32, 64, 4, 1, 1)),
-    96: ((64, 64, 8, 1, 1), (32, 64, 4, 1, 1), (32, 32, 4, 1, 1)),
-    128: ((64, 64, 8, 1, 1), (32, 64, 4, 1, 1), (16, 32, 4, 1, 1)),
-    192: ((32, 32, 8, 1, 1), (16, 16, 4, 1, 1)),
-    256: ((32, 32, 8, 1, 1), (16, 32, 4, 1, 1), (16, 16, 4, 1, 1)),
+    32: ((64, 64, 4, 2), (64, 64, 4, 1)),
+    64: ((64, 128, 8, 1), (64, 64, 8, 1), (32, 64, 4, 1)),
+    96: ((64, 64, 8, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
+    128: ((64, 64, 8, 1), (32, 64, 4, 1), (16, 32, 4, 1)),
+    192: ((32, 32, 8, 1), (16, 16, 4, 1)),
+    256: ((32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
 }
 
 
-def _float32_backward_variant(dim, tile_q, tile_k, warps, blocks, stages, limits):
+def _float32_backward_variant(dim, tile_q, tile_k, warps, blocks, limits):
     shared = 12 * dim * (tile_q + tile_k) + 6 * tile_q * tile_k  # three parts each of q, dout, k and v, and of ds
-    shared += 8 * tile_q + 64 * 16 + 48  # numbers of rows, visits, what a block works on
+    shared += 8 * tile_q + 64 * 16 + 80  # numbers of rows, visits, what a block works on
     return Variant(
-        "backward_f32", "float32", "window", dim, dim, tile_q, tile_k, warps, blocks, stages, shared,
+        "backward_f32", "float32", "window", dim, dim, tile_q, tile_k, warps, blocks, 2, shared,
         vector_adds=int(limits.capability >= (9, 0)),
     )  # fmt: skip
 

@@ -40,9 +40,11 @@ constexpr int QUERY_PARTS = MATES < TILE_Q / ROWS ? MATES : TILE_Q / ROWS;      
 constexpr int COLUMN_PARTS = MATES / QUERY_PARTS;                                 // that have columns of their own
 constexpr int PART = TILE_Q / QUERY_PARTS;                                        // queries of a warp
 constexpr int QUERIES = PART < 32 ? PART : 32;                                    // whose scores it has at a time
+constexpr int PIECES = PART / QUERIES;
 
 static_assert(TILE_K % ROWS == 0 && WARPS % KEY_WARPS == 0, "TILE_K, WARPS: as many warps for each 16 keys");
 static_assert(MATES % QUERY_PARTS == 0 && PART % QUERIES == 0 && QUERIES % 16 == 0, "TILE_Q: 16 queries for a warp");
+static_assert(STAGES == 2, "STAGES: rows of q and dout wait in registers while those before are multiplied");
 static_assert(QUERY_PARTS <= 2, "WARPS: two sums for dk and dv at most");
 static_assert(HEAD_DIM % (16 * COLUMN_PARTS) == 0 && VALUE_DIM % (16 * COLUMN_PARTS) == 0,
               "WARPS: 16 columns of dk and dv for each");
@@ -50,6 +52,7 @@ static_assert(HEAD_DIM % (16 * COLUMN_PARTS) == 0 && VALUE_DIM % (16 * COLUMN_PA
 // dq of the tile: 16 rows, and columns, of one warp.
 constexpr int DQ_MATES = WARPS * ROWS / TILE_Q;  // warps that share rows
 constexpr int DQ_COLUMNS = HEAD_DIM / DQ_MATES;
+constexpr int DQ_TOGETHER = DQ_COLUMNS % 32 == 0 ? 4 : 2;  // blocks of 8 columns
 static_assert(DQ_MATES > 0 && HEAD_DIM % (16 * DQ_MATES) == 0, "WARPS: 16 columns of dq for each");
 
 using QueryTile = SplitTile<TILE_Q, HEAD_DIM>;
@@ -65,6 +68,12 @@ struct alignas(16) Four {
     float values[4];
 };
 
+// Where an item's gradients go.
+struct alignas(16) Results {
+    char *dk, *dv, *suspect;
+    int keys;  // of the tile
+};
+
 struct Shared {
     char keys[KeyTile::BYTES];  // at an item's end, with those of values, sums that a warp's mate adds
     char values[ValueTile::BYTES];
@@ -72,47 +81,32 @@ struct Shared {
     char douts[DoutTile::BYTES];
     char slopes[SlopeTile::BYTES];
     float rows[2][TILE_Q];  // row_lse, row_delta
+    Results results;
     Agenda agenda;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles and the agenda take");
 constexpr int KEY_START = OFFSET_OF(Shared, keys), VALUE_START = OFFSET_OF(Shared, values);
 constexpr int QUERY_START = OFFSET_OF(Shared, queries), DOUT_START = OFFSET_OF(Shared, douts);
 constexpr int SLOPE_START = OFFSET_OF(Shared, slopes), ROW_START = OFFSET_OF(Shared, rows);
-constexpr int AGENDA_START = OFFSET_OF(Shared, agenda);
+constexpr int RESULT_START = OFFSET_OF(Shared, results), AGENDA_START = OFFSET_OF(Shared, agenda);
 
 using Scores = float[QUERIES / 8][4];
 using Operands = Parts[QUERIES / 16];  // the same, split: A operands
 using KeySums = float[HEAD_DIM / 8 / COLUMN_PARTS][4];
 using ValueSums = float[VALUE_DIM / 8 / COLUMN_PARTS][4];
 
-// Splits rows of an operand into a tile, some at a time; `source` is the address of row 0, rows from `end` on are 0.
+// Splits rows of an operand into a tile, some at a time; `source` is the address of row 0, rows outside [first, end) are 0.
 template <int TILE_ROWS, int COLUMNS>
-__device__ __forceinline__ void load_tile(uint32 base, const char* source, int64 stride, int columns, int end) {
+__device__ __forceinline__ void load_tile(uint32 base, const char* source, int64 stride, int columns, int first,
+                                          int end) {
     constexpr int PIECE = SplitCopy<TILE_ROWS, TILE_ROWS, COLUMNS, THREADS>::ROW_STEP;
 #pragma unroll 1
     for (int row = 0; row < TILE_ROWS; row += PIECE) {
         SplitCopy<PIECE, TILE_ROWS, COLUMNS, THREADS> numbers;
-        numbers.load(source + row * stride, stride, columns, 0, end - row);
+        numbers.load(source + row * stride, stride, columns, first - row, end - row);
         numbers.store(base, row);
     }
 }
-
-// A tile of q or dout on its way to shared memory: with two STAGES it waits in registers.
-template <int COLUMNS>
-struct Coming {
-    SplitCopy<TILE_Q, TILE_Q, COLUMNS, THREADS> numbers;
-
-    __device__ __forceinline__ void load(const char* source, int64 stride, int columns, int end) {
-        if constexpr (STAGES == 2) numbers.load(source, stride, columns, 0, end);
-    }
-    __device__ __forceinline__ void store(uint32 base, const char* source, int64 stride, int columns, int end) {
-        if constexpr (STAGES == 2) {
-            numbers.store(base);
-        } else {
-            load_tile<TILE_Q, COLUMNS>(base, source, stride, columns, end);
-        }
-    }
-};
 
 // What the rows of a visit bring along, beside their tiles.
 __device__ __forceinline__ void load_rows(const Args& args, uint32 shared, int tile) {
@@ -192,31 +186,56 @@ __device__ __forceinline__ void store_operands(uint32 lane, const Operands& oper
     }
 }
 
-// A operands of dq: 16 rows of ds, of all keys of the block.
-__device__ __forceinline__ void load_slopes(Parts (&a)[TILE_K / 16], uint32 lane) {
+// And reads them again.
+__device__ __forceinline__ void load_operands(Operands& operands, uint32 lane) {
 #pragma unroll
-    for (int step = 0; step < TILE_K / 16; ++step) {
+    for (int step = 0; step < QUERIES / 16; ++step) {
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
-            ldmatrix_x4_trans(a[step][p], lane + p * SlopeTile::PART_BYTES + 16 * step * SlopeTile::Shape::PITCH);
+            ldmatrix_x4(operands[step][p], p * SlopeTile::PART_BYTES + SlopeTile::Shape::step(lane, 0, 2 * step));
         }
     }
 }
 
+// A operands for multiply_columns: a warp's own, in its registers; ds of 16 queries, of which a lane's first of the first
+// 16 keys are at `lane`.
+struct OwnOperands {
+    const Operands& operands;
+    __device__ __forceinline__ void operator()(Parts& a, int step) const {
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) a[p][r] = operands[step][p][r];
+        }
+    }
+};
+struct SlopeOperands {
+    uint32 lane;
+    __device__ __forceinline__ void operator()(Parts& a, int step) const {
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) {
+            ldmatrix_x4_trans(a[p], p * SlopeTile::PART_BYTES + SlopeTile::Shape::step(lane, 16 * step, 0));
+        }
+    }
+};
+
 // sums (16 x this warp's columns) += a (16 x QUERIES) b, b the rows of a tile that begin where `lane` is; columns from
 // `columns` on are left out.
-template <typename B, int COLUMNS>
-__device__ __forceinline__ void add_product(float (&sums)[COLUMNS][4], const Operands& a, uint32 lane, int columns) {
-    const int first = 16 * (warp_index() % COLUMN_PARTS);
+template <typename B, int COLUMNS, typename LoadA>
+__device__ __forceinline__ void add_product(float (&sums)[COLUMNS][4], LoadA load_a, uint32 lane, int columns) {
+    constexpr int GROUP = 4;
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n += 2) {
-        if (first + 8 * n * COLUMN_PARTS >= columns) continue;
-        float sum[2][4];
-        multiply_columns<B>(sum, a, lane, n * COLUMN_PARTS);
+    for (int first = 0; first < COLUMNS; first += GROUP) {
+        if (first * 8 * COLUMN_PARTS >= columns) continue;
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+        for (int n = first; n < first + GROUP && n < COLUMNS; n += 2) {
+            float sum[2][4];
+            multiply_columns<B, QUERIES / 16, 2>(sum, load_a, B::Shape::step(lane, 0, n * COLUMN_PARTS));
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[n + m][e] += sum[m][e];
+            for (int m = 0; m < 2; ++m) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sums[n + m][e] += sum[m][e];
+            }
         }
     }
 }
@@ -288,18 +307,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     auto release = [&](int n) {
         if (ORDERED && first_thread()) add_release(agenda.counter(args, n), 1);
     };
-    // f(source, stride, columns, rows) of the rows of q, or of dout, of the n-th visit.
+    // f(source, stride, columns, first, end) of the rows of q, or of dout, of the n-th visit.
     auto of_queries = [&](int n, auto f) {
         const Visit at = agenda.listed(n).visit;
         const int row = at.tile * TILE_Q;
         f(agenda.work().q + at.head * args.q_strides.head + row * args.q_strides.row, args.q_strides.row,
-          args.head_dim, args.queries - row);
+          args.head_dim, 0, args.queries - row);
     };
     auto of_douts = [&](int n, auto f) {
         const Visit at = agenda.listed(n).visit;
         const int row = at.tile * TILE_Q;
         f(agenda.work().dout + at.head * args.dout_strides.head + row * args.dout_strides.row, args.dout_strides.row,
-          args.value_dim, args.queries - row);
+          args.value_dim, 0, args.queries - row);
     };
 
     draw();
@@ -319,16 +338,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 work.visits = item.span.visits;
                 work.key = key;
                 agenda.set_work(work);
+                Results results;
+                results.dk = args.dk + args.dk_strides.offset(item.batch0, item.batch1, item.key_head) +
+                             key * args.dk_strides.row;
+                results.dv = args.dv + args.dv_strides.offset(item.batch0, item.batch1, item.key_head) +
+                             key * args.dv_strides.row;
+                const int64 key_head = static_cast<int64>(item.batch) * (args.heads / args.group) + item.key_head;
+                results.suspect = args.suspects + (key_head * args.key_tiles + item.key_tile) * sizeof(int);
+                results.keys = args.keys - key;
+                store_shared(shared + RESULT_START, results);
             }
             if (item.span.visits > 0) {
                 load_tile<TILE_K, HEAD_DIM>(
                     shared + KEY_START,
                     args.k + args.k_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.k_strides.row,
-                    args.k_strides.row, args.head_dim, args.keys - key);
+                    args.k_strides.row, args.head_dim, 0, args.keys - key);
                 load_tile<TILE_K, VALUE_DIM>(
                     shared + VALUE_START,
                     args.v + args.v_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.v_strides.row,
-                    args.v_strides.row, args.value_dim, args.keys - key);
+                    args.v_strides.row, args.value_dim, 0, args.keys - key);
                 if (last_warp()) agenda.list(args, mask, item, 0);
             }
             set_visit(0, 0);
@@ -350,21 +378,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             if (n % WARP == WARP / 2 && last_warp()) {
                 agenda.list(args, mask, locate_item(args, mask, agenda.work().index), n + WARP / 2);
             }
+            set_visit(1, n);
             auto more = [&] { return visit(0) + 1 < agenda.work().visits; };
-            Coming<HEAD_DIM> queries;
+            // On their way to the next visit. (Not zeroed, they would be kept from visit to visit.)
+            SplitCopy<TILE_Q, TILE_Q, HEAD_DIM, THREADS> queries = {};
+            SplitCopy<TILE_Q, TILE_Q, VALUE_DIM, THREADS> douts = {};
 #pragma unroll 1
-            for (int query = query_part() * PART; query < (query_part() + 1) * PART; query += QUERIES) {
-                const uint32 rows = shared + ROW_START + (query + lane_index() % 4 * 2) * sizeof(float);
+            for (int piece = 0; piece < PIECES; ++piece) {
+                auto query = [&] { return query_part() * PART + piece * QUERIES; };
+                const bool last = piece == PIECES - 1;
+                auto rows = [&] { return shared + ROW_START + (query() + lane_index() % 4 * 2) * sizeof(float); };
                 auto plain = [&] { return agenda.listed(visit(0)).plain; };
                 auto seen = [&] {
                     return Seen(args, mask, agenda.work().key + key_row(),
-                                agenda.listed(visit(0)).visit.tile * TILE_Q + query);
+                                agenda.listed(visit(0)).visit.tile * TILE_Q + query());
                 };
                 Scores p, ds;
                 multiply_rows<KeyTile, QueryTile>(p, shared + KEY_START + key_row() * KeyTile::Shape::PITCH,
-                                                  shared + QUERY_START + query * QueryTile::Shape::PITCH, args.head_dim);
+                                                  shared + QUERY_START + query() * QueryTile::Shape::PITCH, args.head_dim);
                 {
-                    const Columns lse(rows);
+                    const Columns lse(rows());
                     for_each([&](int n, int e) { p[n][e] = fused_multiply_add(p[n][e], args.scale_log2, -lse(n, e)); });
                 }
                 if (!plain()) {  // hidden: p = 0; and no p above 1, of a coarse lse, but NaN stays NaN
@@ -375,12 +408,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     });
                 }
                 for_each([&](int n, int e) { p[n][e] = ex2_approx(p[n][e]); });
-                if (visit(0) > 0 && query % PART == 0) release(visit(0) - 1);  // whose sums have long arrived
+                if (visit(0) > 0 && piece == 0) release(visit(0) - 1);  // whose sums have long arrived
 
                 multiply_rows<ValueTile, DoutTile>(ds, shared + VALUE_START + key_row() * ValueTile::Shape::PITCH,
-                                                   shared + DOUT_START + query * DoutTile::Shape::PITCH, args.value_dim);
+                                                   shared + DOUT_START + query() * DoutTile::Shape::PITCH, args.value_dim);
                 {
-                    const Columns delta(rows + TILE_Q * sizeof(float));
+                    const Columns delta(rows() + TILE_Q * sizeof(float));
                     for_each([&](int n, int e) { ds[n][e] = p[n][e] * (ds[n][e] - delta(n, e)); });
                 }
                 if (!plain()) {  // hidden: ds = 0, whatever the product
@@ -388,53 +421,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     for_each([&](int n, int e) { ds[n][e] = is_seen(e / 2, 8 * n + e % 2) ? ds[n][e] : 0.0f; });
                 }
                 Operands parts;
-                split_operands(parts, p);
-                add_product<DoutTile>(dv, parts, shared + DOUT_START + query * DoutTile::Shape::PITCH +
-                                                     lane_of_a<VALUE_DIM>(2 * column_part()), args.value_dim);
                 split_operands(parts, ds);
                 if (column_part() == 0) {  // others have the same
                     store_operands(shared + SLOPE_START + key_row() * SlopeTile::Shape::PITCH +
-                                       lane_of_pair<TILE_Q>(query / 8), parts);
+                                       lane_of_pair<TILE_Q>(query() / 8), parts);
                 }
-                if (query % PART == PART - QUERIES && more()) {
+                split_operands(parts, p);
+                if (last && more()) of_douts(visit(0) + 1, [&](auto... rows) { douts.load(rows...); });
+                add_product<DoutTile>(dv, OwnOperands{parts},
+                                      shared + DOUT_START + query() * DoutTile::Shape::PITCH +
+                                          lane_of_a<VALUE_DIM>(2 * column_part()), args.value_dim);
+                if (last || COLUMN_PARTS > 1) {
+                    sync_threads();  // all have left dout, and ds^T is here
+                } else {
+                    sync_warp();
+                }
+                if (last && more()) {
+                    douts.store(shared + DOUT_START);
                     of_queries(visit(0) + 1, [&](auto... rows) { queries.load(rows...); });
                 }
-                add_product<QueryTile>(dk, parts, shared + QUERY_START + query * QueryTile::Shape::PITCH +
+                load_operands(parts, shared + SLOPE_START + key_row() * SlopeTile::Shape::PITCH +
+                                       lane_of_a<TILE_Q>(query() / 8));
+                add_product<QueryTile>(dk, OwnOperands{parts}, shared + QUERY_START + query() * QueryTile::Shape::PITCH +
                                                       lane_of_a<HEAD_DIM>(2 * column_part()), args.head_dim);
             }
-            set_visit(1, visit(0));
-            sync_threads();  // ds^T is here, and all have left q and dout
+            sync_threads();  // all have left q
 
-            auto turns_had = [&] { return load_relaxed(agenda.counter(args, uniform(visit(1)))); };
-            int turns = ORDERED ? turns_had() : 1;
-            Coming<VALUE_DIM> douts;
             const bool again = visit(1) + 1 < agenda.work().visits;
             if (again) {
                 load_rows(args, shared, agenda.tile_of(args, agenda.listed(visit(1) + 1).visit));
-                of_queries(visit(1) + 1, [&](auto... rows) { queries.store(shared + QUERY_START, rows...); });
-                of_douts(visit(1) + 1, [&](auto... rows) { douts.load(rows...); });
+                queries.store(shared + QUERY_START);
             }
-            // Nothing is read that another block has written, so that nothing is to be acquired: memory adds, and has
-            // added what came before a counter that it shows.
-            while (ORDERED && turns < agenda.listed(visit(1)).turn) turns = turns_had();
-            if (!again) draw();  // not before: a block that waits holds no item but its own
             {
                 const int dq_mate = warp_index() % DQ_MATES, dq_row = warp_index() / DQ_MATES * ROWS;
-                Parts a[TILE_K / 16];
-                load_slopes(a, shared + SLOPE_START + lane_of_b<TILE_Q>(dq_row / 8));
+                const SlopeOperands slopes{shared + SLOPE_START + lane_of_b<TILE_Q>(dq_row / 8)};
                 const int64 row = static_cast<int64>(agenda.tile_of(args, agenda.listed(visit(1)).visit)) * TILE_Q + dq_row;
                 char* to = args.dq_sum + row * (HEAD_DIM * sizeof(float)) + 2 * dq_mate * SUM_BYTES +
                            lane_index() * SUM_LANE;
+                auto turns_had = [&] { return load_relaxed(agenda.counter(args, uniform(visit(1)))); };
+                int turns = ORDERED ? turns_had() : 1;  // is back before the first product ends
                 const bool first = ORDERED && agenda.listed(visit(1)).turn == 0;
 #pragma unroll
-                for (int n = 0; n < DQ_COLUMNS / 8; n += 2) {
-                    float sum[2][4] = {};
+                for (int n = 0; n < DQ_COLUMNS / 8; n += DQ_TOGETHER) {
+                    float sum[DQ_TOGETHER][4] = {};
                     if (16 * dq_mate + 8 * n * DQ_MATES < args.head_dim) {
-                        multiply_columns<KeyTile>(sum, a, shared + KEY_START + lane_of_a<HEAD_DIM>(2 * dq_mate), n * DQ_MATES);
+                        const uint32 lane = shared + KEY_START + lane_of_a<HEAD_DIM>(2 * dq_mate);
+                        multiply_columns<KeyTile, TILE_K / 16, 2 * DQ_MATES>(
+                            sum, slopes, KeyTile::Shape::step(lane, 0, n * DQ_MATES));
                     }
+                    // Nothing is read that another block has written, so that nothing is to be acquired: memory adds, and
+                    // has added what came before a counter that it shows.
+                    while (ORDERED && turns < agenda.listed(visit(1)).turn) turns = turns_had();
 #pragma unroll
-                    for (int m = 0; m < 2; ++m) {
-                        char* place = to + (n * DQ_MATES + m) * SUM_BYTES;
+                    for (int m = 0; m < DQ_TOGETHER; ++m) {
+                        char* place = to + ((n + m) / 2 * 2 * DQ_MATES + m % 2) * SUM_BYTES;
                         if (first) {
                             store_global(place, Four{{sum[m][0], sum[m][1], sum[m][2], sum[m][3]}});
                         } else {
@@ -443,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     }
                 }
             }
-            if (again) of_douts(visit(1) + 1, [&](auto... rows) { douts.store(shared + DOUT_START, rows...); });
+            if (!again) draw();  // not before: a block that waits holds no item but its own
             set_visit(0, visit(1) + 1);
         }
 
@@ -457,20 +497,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             }
             sync_threads();  // the sums are here
         }
-        const Item item = locate_item(args, mask, agenda.work().index);  // again, rather than in registers all along
-        const int key = item.key_tile * TILE_K, keys = args.keys - key;
-        auto rows_of = [&](char* base, const Strides& strides) {
-            return base + strides.offset(item.batch0, item.batch1, item.key_head) + key * strides.row;
-        };
-        const int64 head = item.batch * (args.heads / args.group) + item.key_head;
-        char* suspect = args.suspects + (head * args.key_tiles + item.key_tile) * sizeof(int);
+        const Results results = load_shared<Results>(shared + RESULT_START);
         if (query_part() == 0) {
             if constexpr (QUERY_PARTS == 2) take_sums(dk, shared + KEY_START);
-            put(dk, args.scale, rows_of(args.dk, args.dk_strides), args.dk_strides.row, args.head_dim, keys, suspect);
+            put(dk, args.scale, results.dk, args.dk_strides.row, args.head_dim, results.keys, results.suspect);
         }
         if (query_part() == QUERY_PARTS - 1) {
             if constexpr (QUERY_PARTS == 2) take_sums(dv, shared + VALUE_START);
-            put(dv, 1.0f, rows_of(args.dv, args.dv_strides), args.dv_strides.row, args.value_dim, keys, suspect);
+            put(dv, 1.0f, results.dv, args.dv_strides.row, args.value_dim, results.keys, results.suspect);
         }
     }
 }

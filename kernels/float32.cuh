@@ -121,30 +121,34 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[N][4], uint32 a_ro
     }
 }
 
-// sum (16 x 16) = a b, for A operands of 16 x 16 STEPS, and 16 columns, CHUNK_STEP chunks on, of the rows of a tile B
-// that begin where `lane` is.
-template <typename B, int STEPS>
-__device__ __forceinline__ void multiply_columns(float (&sum)[2][4], const Parts (&a)[STEPS], uint32 lane,
-                                                 int chunk_step) {
+// sum (16 x 8 N) = a b, for A operands of 16 x 16 STEPS, `load_a(a, step)` each, and columns, 16 every STRIDE chunks,
+// of the rows of a tile B that begin where `lane` is.
+template <typename B, int STEPS, int STRIDE, int N, typename LoadA>
+__device__ __forceinline__ void multiply_columns(float (&sum)[N][4], LoadA load_a, uint32 lane) {
     constexpr bool ONE_STEP = STEPS == 1;  // all small products come before all large ones: one sum will do
-    float small[2][4];
+    float small[N][4];
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-        Parts b;
+        Parts a;
+        load_a(a, step);
 #pragma unroll
-        for (int p = 0; p < PARTS; ++p) {
-            ldmatrix_x4_trans(b[p], p * B::PART_BYTES + B::Shape::step(lane, 16 * step, chunk_step));
-        }
+        for (int n = 0; n < N; n += 2) {
+            Parts b;
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-            multiply_small(small[m], a[step], b, 2 * m, step == 0);
-            multiply_large(ONE_STEP ? small[m] : sum[m], a[step], b, 2 * m, step == 0 && !ONE_STEP);
+            for (int p = 0; p < PARTS; ++p) {
+                ldmatrix_x4_trans(b[p], p * B::PART_BYTES + B::Shape::step(lane, 16 * step, n / 2 * STRIDE));
+            }
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                multiply_small(small[n + m], a, b, 2 * m, step == 0);
+                multiply_large(ONE_STEP ? small[n + m] : sum[n + m], a, b, 2 * m, step == 0 && !ONE_STEP);
+            }
         }
     }
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int n = 0; n < N; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sum[m][e] = ONE_STEP ? small[m][e] : sum[m][e] + small[m][e];
+        for (int e = 0; e < 4; ++e) sum[n][e] = ONE_STEP ? small[n][e] : sum[n][e] + small[n][e];
     }
 }
 
