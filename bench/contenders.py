@@ -150,6 +150,21 @@ class Naive(Contender):
         bias = causal_bias(q) if case.mask == "causal" else None
         return lambda: _library(q).matmul(naive_weights(q, k, bias), v)
 
+    def prepare_backward(self, case, dout, q, k, v):
+        self.prepare(case, q, k, v)  # or says why not
+        weights = naive_weights(q, k, causal_bias(q) if case.mask == "causal" else None)
+        matmul, scale = _library(q).matmul, q.dtype.type(1 / np.sqrt(q.shape[-1]))
+
+        def gradients():
+            slopes = matmul(dout, v.swapaxes(-2, -1))
+            dv = matmul(weights.swapaxes(-2, -1), dout)
+            slopes -= (slopes * weights).sum(axis=-1, keepdims=True)
+            slopes *= weights
+            slopes *= scale
+            return matmul(slopes, k), matmul(slopes.swapaxes(-2, -1), q), dv
+
+        return gradients
+
 
 def naive_weights(q, k, bias=None):
     """softmax(q k^T / sqrt(head_dim) + bias), all of it in memory, in the arrays' own library and dtype."""

@@ -157,6 +157,9 @@ def _dims(rng, variant):
         "decode_8bit": _plan.decode_8bit_dims,
         "forward_f32": _plan.float32_dims,
         "forward_f64": _plan.float64_dims,
+        "backward": _plan.backward_dims,
+        "backward_f32": _plan.float32_backward_dims,
+        "backward_f64": _plan.float64_backward_dims,
     }
     padded = others.get(variant.kernel, _plan._padded)
     if variant.hopper:
@@ -203,7 +206,7 @@ def gradients(example, clean, rng, engine):
     q, k, v, dout = example.operands(gpu.to_device)
     out, lse = cuflash.forward(q, k, v, return_lse=True, **engine)
     host = contenders.to_host(lse)
-    dlse = rng.standard_normal(lse.shape, np.float32) if rng.random() < 0.3 else None
+    dlse = rng.standard_normal(lse.shape, np.float32).astype(host.dtype) if rng.random() < 0.3 else None
     if rng.random() < 0.2:  # rows that do not lie side by side
         lse = gpu.to_device(np.repeat(host, 2, axis=-1))[..., ::2]
     keywords = engine | {"dlse": None if dlse is None else gpu.to_device(dlse)}
@@ -286,7 +289,7 @@ def try_one(variant, seed, engine):
         return example.keywords | {"engine": None if name == "sm90" else name}
 
     if variant.backward:
-        row = np.zeros(dout[0].shape[:-1], np.float32)
+        row = np.zeros(dout[0].shape[:-1], ELEMENTS[variant.element].lse)
         ran = gpu.plan_of("backward", dout[0], q, k, v, dout[0], row, **chosen(variant.engine)).variant
         worst, lse = gradients(example, clean, rng, chosen(engine))
     else:
@@ -440,7 +443,7 @@ def main(argv=None):
     variants = [variant for variant in variants if variant.element in options.dtype.split(",")]
     mains = {
         "forward": ("forward", "forward_f32", "forward_f64", "forward_sm90"),
-        "backward": ("backward", "backward_sm90"),
+        "backward": ("backward", "backward_f32", "backward_f64", "backward_sm90"),
         "decode": ("decode", "decode_8bit"),
     }
     variants = [variant for variant in variants if variant.kernel in mains[options.what]]

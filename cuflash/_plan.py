@@ -147,7 +147,7 @@ FLOAT64_TILES = {
 
 
 def _alike(tiles, head_dim, value_dim):
-    """Both head dims as the narrowest of a table that is as wide as either."""
+    """Both head dims as the narrowest of some that is as wide as either."""
     dim = next(dim for dim in tiles if max(head_dim, value_dim) <= dim)
     return dim, dim
 
@@ -189,11 +189,6 @@ def _precise_variant(dtype, head_dim, value_dim, limits):
         dims = float64_dims(head_dim, value_dim)
         tall = int(limits.capability >= (9, 0))
         choices = [_float64_variant(*dims, *tile, tall) for tile in FLOAT64_TILES[dims]]
-    return _first_that_fits(choices, limits)
-
-
-def _first_that_fits(choices, limits):
-    """The first variant whose blocks a multiprocessor has shared memory for, else the last."""
     room = limits.shared_bytes + 1024  # the system keeps 1 KB a block
     return next((each for each in choices if each.blocks_per_sm * (each.shared_bytes + 1024) <= room), choices[-1])
 
@@ -241,8 +236,8 @@ def variants(limits):
             found |= {hopper_dq_variant(dtype, dim): None for dim in HOPPER_DQ_TILES}
     found |= {forward_variant("float32", "full", dim, dim, limits): None for dim in FLOAT32_TILES}
     found |= {forward_variant("float64", "full", *dims, limits): None for dims in FLOAT64_TILES}
-    found |= {backward_variant("float32", dim, dim, limits): None for dim in FLOAT32_BACKWARD_TILES}
-    found |= {backward_variant("float64", dim, dim, limits): None for dim in FLOAT64_BACKWARD_DIMS}
+    found |= {float32_backward_variant(dim, dim, limits): None for dim in FLOAT32_BACKWARD_TILES}
+    found |= {float64_backward_variant(dim, dim, limits): None for dim in FLOAT64_BACKWARD_DIMS}
     for dtype in ("float32", "float64"):
         found |= {rows_variant(dtype): None, finish_variant(dtype): None}
     found |= {decode_8bit_variant(kind, dim, limits): None for kind in FORMATS for dim in DECODE_8BIT_TILES}
@@ -428,32 +423,11 @@ HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12), 256: (64, 64, 1
 HOPPER_DQ_TILES = {256: (128, 64, 12)}
 
 
-# Tiles of backward's main kernel of float32, by the padded head dim, of v too: tile_q, tile_k, warps, blocks a
-# multiprocessor. The first that fit shared memory are taken. Nothing of it is measured.
-FLOAT32_BACKWARD_TILES = {
-    32: ((64, 64, 4, 2), (64, 64, 4, 1)),
-    64: ((64, 128, 8, 1), (64, 64, 8, 1), (32, 64, 4, 1)),
-    96: ((64, 64, 8, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
-    128: ((64, 64, 8, 1), (32, 64, 4, 1), (16, 32, 4, 1)),
-    192: ((32, 32, 8, 1), (16, 16, 4, 1)),
-    256: ((32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
-}
-
-
-def _float32_backward_variant(dim, tile_q, tile_k, warps, blocks, limits):
-    shared = 12 * dim * (tile_q + tile_k) + 6 * tile_q * tile_k  # three parts each of q, dout, k and v, and of ds
-    shared += 8 * tile_q + 64 * 16 + 80  # numbers of rows, visits, what a block works on
-    return Variant(
-        "backward_f32", "float32", "window", dim, dim, tile_q, tile_k, warps, blocks, 2, shared,
-        vector_adds=int(limits.capability >= (9, 0)),
-    )  # fmt: skip
-
-
-def float32_backward_variant(head_dim, value_dim, limits):
-    """The portable engine's main kernel of backward of float32, for head dims as given."""
-    dim, _ = _alike(FLOAT32_BACKWARD_TILES, head_dim, value_dim)
-    choices = [_float32_backward_variant(dim, *tile, limits) for tile in FLOAT32_BACKWARD_TILES[dim]]
-    return _first_that_fits(choices, limits)
+def backward_dims(head_dim, value_dim):
+    """Head dims as the portable engine's backward compiles them for 16 bits: alike where one is wide, so as to keep
+    variants few."""
+    dims = _padded(head_dim, value_dim)
+    return dims if max(dims) <= 128 else _alike(EQUAL_DIMS, head_dim, value_dim)
 
 
 def backward_variant(dtype, head_dim, value_dim, limits):
@@ -462,7 +436,7 @@ def backward_variant(dtype, head_dim, value_dim, limits):
         return float32_backward_variant(head_dim, value_dim, limits)
     if dtype == "float64":
         return float64_backward_variant(head_dim, value_dim, limits)
-    head_dim, value_dim = _padded(head_dim, value_dim)
+    head_dim, value_dim = backward_dims(head_dim, value_dim)
     widest = max(head_dim, value_dim)
     for tile_q, tile_k, warps, blocks, stages in next(BACKWARD_TILES[dim] for dim in BACKWARD_TILES if widest <= dim):
         if limits.capability >= (10, 0) and widest > 128 and stages == 2:  # registers spill there
@@ -480,24 +454,63 @@ def backward_variant(dtype, head_dim, value_dim, limits):
     )  # fmt: skip
 
 
+# Tiles of backward's main kernel in float32, by the padded head dim, of v too: tile_q, tile_k, warps, blocks a
+# multiprocessor. The first that fit shared memory are taken. Nothing of it is measured.
+FLOAT32_BACKWARD_TILES = {
+    32: ((64, 64, 4, 2), (64, 64, 4, 1)),
+    64: ((64, 128, 8, 1), (64, 64, 8, 1), (32, 64, 4, 1)),
+    96: ((64, 64, 8, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
+    128: ((64, 64, 8, 1), (32, 64, 4, 1), (16, 32, 4, 1)),
+    192: ((32, 32, 8, 1), (16, 16, 4, 1)),
+    256: ((32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+}
+
+
+def float32_backward_dims(head_dim, value_dim):
+    """Head dims as backward compiles them for float32: alike."""
+    return _alike(FLOAT32_BACKWARD_TILES, head_dim, value_dim)
+
+
+def float32_backward_variant(head_dim, value_dim, limits):
+    """The portable engine's main kernel of backward in float32, for head dims as given."""
+    dim, _ = float32_backward_dims(head_dim, value_dim)
+    for tile_q, tile_k, warps, blocks in FLOAT32_BACKWARD_TILES[dim]:
+        shared = 12 * dim * (tile_q + tile_k)  # three parts each of q, dout, k and v
+        shared += 6 * tile_q * tile_k  # and of ds
+        shared += 8 * tile_q + 64 * 16 + 80  # numbers of rows, visits, what a block works on
+        if blocks * (shared + 1024) <= limits.shared_bytes + 1024:
+            break
+    return Variant(
+        "backward_f32", "float32", "window", dim, dim, tile_q, tile_k, warps, blocks, 2, shared,
+        vector_adds=int(limits.capability >= (9, 0)),
+    )  # fmt: skip
+
+
 # Tiles of backward's main kernel in float64: tile_q, tile_k, warps, the larger the better, so that rows are read less
-# often. The first that fit shared memory are taken; registers have room for all of them. Head dims are padded alike.
-FLOAT64_BACKWARD_TILES = ((64, 64, 8), (32, 64, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4))
+# often; whether k and v lie in shared memory, which at head_dim 256 99 KB have no room for. The first that fit are
+# taken; registers have room for all of them. Head dims are padded alike.
+FLOAT64_BACKWARD_TILES = ((64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1), (16, 16, 4, 0))
 FLOAT64_BACKWARD_DIMS = (32, 64, 128, 256)
+
+
+def float64_backward_dims(head_dim, value_dim):
+    """Head dims as backward compiles them for float64: alike."""
+    return _alike(FLOAT64_BACKWARD_DIMS, head_dim, value_dim)
 
 
 def float64_backward_variant(head_dim, value_dim, limits):
     """The portable engine's main kernel of backward in float64, for head dims as given."""
-    dim, _ = _alike(FLOAT64_BACKWARD_DIMS, head_dim, value_dim)
-    for tile_q, tile_k, warps in FLOAT64_BACKWARD_TILES:
-        shared = 16 * dim * (tile_k + tile_q)  # k and v, q and dout
+    dim, _ = float64_backward_dims(head_dim, value_dim)
+    for tile_q, tile_k, warps, keys_shared in FLOAT64_BACKWARD_TILES:
+        shared = 16 * dim * tile_k if keys_shared else 256  # k and v, which have no array else; none is empty
+        shared += 16 * dim * tile_q  # q and dout
         shared += 16 * tile_k * tile_q  # p and ds
-        shared += 16 * tile_q + 64 * 16 + 48  # numbers of rows, visits, what a block works on
+        shared += 16 * tile_q + 64 * 16 + 64  # numbers of rows, visits, what a block works on
         if shared <= limits.shared_bytes:
             break
     return Variant(
         "backward_f64", "float64", "window", dim, dim, tile_q, tile_k, warps, 1, 1, shared,
-        tall_products=int(limits.capability >= (9, 0)),
+        tall_products=int(limits.capability >= (9, 0)), keys_shared=keys_shared,
     )  # fmt: skip
 
 

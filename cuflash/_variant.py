@@ -167,6 +167,7 @@ class Variant:
     early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
     ordered: int = 1  # backward: whether sums of dq take turns; 0 in tests of what that costs
     tall_products: int = 0  # float64: whether the device multiplies 16 rows in one instruction
+    keys_shared: int = 1  # backward in float64: whether k and v lie in shared memory
     vector_adds: int = 0  # backward: whether the device adds four floats at once
     converts: int = 0  # decode: whether the device converts E4M3
 
@@ -227,6 +228,7 @@ class Variant:
         owners = {
             "ordered": ("backward", "backward_f32", "backward_f64", "backward_sm90"),
             "tall_products": ("forward_f64", "backward_f64"),
+            "keys_shared": ("backward_f64",),
             "vector_adds": ("backward", "backward_f32"),
             "converts": ("decode_8bit",),
         }

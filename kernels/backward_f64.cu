@@ -10,23 +10,26 @@
 //   slopes:   dp^T = v dout^T    ds^T = p^T (dp^T - row_delta)             dk += ds^T q
 //
 // Two warps of a kind share KEY_ROWS keys: each has half of the queries while it multiplies first, and half of the
-// columns of dk or dv, which stay in registers from the first visit to the last, while it multiplies again. Then all
-// warps compute dq of the visit, a part each, and add it to dq_sum when the block's turn has come. The next q and dout
-// arrive meanwhile, a half of them as soon as the rows of that half have met p^T and ds^T.
+// columns of dk or dv, which stay in registers from the first visit to the last, while it multiplies again. The kinds
+// wait for each other where slopes need p^T, so that what lies between two products of one runs beside those of the
+// other. Then all warps compute dq of the visit, a part each, and add it to dq_sum when the block's turn has come. The
+// next q and dout arrive meanwhile, a half of them as soon as the rows of that half have met p^T and ds^T.
 //
 // Where things lie. An instruction sums its terms in whatever order its operands hold them, if only both agree, and
-// nobody minds which row of a tile is which of an operand's. So rows come in octets, of which two share 16 rows:
-// number g of octet n is row first_row(n) + row_in(g). With g = lane / 4 and t = lane % 4 a lane finds
-//   - in s^T and dp^T: neighbours along head_dim as terms, 16 bytes at once, of k, v and of q, dout alike;
-//   - in p^T and ds^T, kept in shared memory as lanes hold them: A operands of dv and dk, whose terms then are rows
-//     t, 4 + t, 8 + t and 12 + t of dout and q; and a transposed one of ds for dq, of rows g and g + 8, 16 bytes each.
-// The XOR in offset() lets lanes that load together hit all banks in all of these.
+// nobody minds which column of s^T is which query. With g = lane / 4 and t = lane % 4, of every 16 queries
+//   - s^T has query 4 n + t + 8 e where an accumulator has column 2t + e, of the first 8 or, n = 1, the others;
+//   - p^T and ds^T, kept in shared memory as lanes hold them, are A operands of dv and dk with terms t, 8 + t, 4 + t and
+//     12 + t, rows of dout and q, which four lanes read together;
+//   - ds^T, read across, is an A operand of dq with rows g and g + 8, and terms g, that is keys, of either half.
+// All numbers go by 8 bytes to the registers where instructions want them, or by 16 where two are neighbours there. The
+// XOR in offset() lets lanes that load together hit all banks.
 //
-// What limits speed: the tensor cores. A product of 16 x 8 x 16 keeps those of a scheduler for 64 clocks on sm_90, in
-// which shared memory gives 8 numbers to each lane of a warp. At head_dim 128 a product reads 6 where two operands of
-// 16 rows or columns come from there with each other's, for s, dp and dq; 3 for dv and dk, where an A operand serves 8
-// products; that is 24 of 40 for the five, and copies, p and ds take 3.5 more. A visit of 64 keys and 32 queries takes
-// 640 products, 10,240 clocks, and its exponentials 20 instructions of float64 a pair at 64 a clock, 640 more.
+// What limits speed: the tensor cores. On sm_90 a product of 16 x 8 x 16 keeps those of a scheduler for 64 clocks, in
+// which shared memory has 8 numbers for each lane of a warp. At head_dim 128 a product of s, dp or dq reads 6, for each
+// operand from there serves two; of dv and dk 3, for there a left one serves 8 and a right one 2: 24 of 40 for the
+// five. Copies of q and dout, p and ds take 3.5 more. A visit of 64 keys and 32 queries takes 640 products, 10,240
+// clocks on each scheduler. Its exponentials and what belongs to them, some 20 instructions of float64 a pair at 64 a
+// clock, take 640, mostly beside products; and 64 KB of the next rows have 6,000 to arrive in.
 #include "backward_args.cuh"
 #include "float64.cuh"
 #include "mask.cuh"
@@ -56,12 +59,16 @@ static_assert(HALF_ROWS % 16 == 0, "TILE_Q: whole steps of 16 queries");
 static_assert(DQ_MATES % 2 == 0 && DQ_OCTETS * 8 * DQ_MATES == HEAD_DIM, "WARPS: as many columns of dq for each");
 static_assert(STAGES == 1, "STAGES: one for q and dout");
 
+// Barriers, beside that of all: p^T is there, for those who have slopes; all of a kind is, for that kind.
+constexpr int WEIGHTS_THERE = 1, AMONG_WEIGHTS = 2, AMONG_SLOPES = 3;
+
 constexpr int PITCH = HEAD_DIM * sizeof(double);
 constexpr int LISTED = 2 * WARP;  // visits
 
 // What a block is working on.
 struct alignas(16) Work {
     const char *q, *dout;  // row 0 of the group's first head
+    const char *k, *v;     // row 0 of the tile
     int first_tile;        // tile 0 of that head, among those of all heads
     int index;             // of the item
     int visits;
@@ -74,14 +81,15 @@ struct alignas(16) Listed {
     int plain;  // whether every row sees every key
 };
 
-struct alignas(16) Fragment {  // 16 keys and 8 queries of p^T or ds^T
-    Pair halves[2][WARP];
+struct alignas(16) Fragment {  // 16 keys and 8 queries of p^T or ds^T: a lane's columns 2t and 2t + 1, each of two keys
+    Pair columns[2][WARP];
 };
+constexpr int COLUMN_BYTES = WARP * sizeof(Pair);
 using Fragments = Fragment[TILE_K / 16][TILE_Q / 8];
 
 struct Shared {
-    char keys[TILE_K][PITCH];
-    char values[TILE_K][PITCH];
+    char keys[KEYS_SHARED ? TILE_K * PITCH : 128];
+    char values[KEYS_SHARED ? TILE_K * PITCH : 128];
     char queries[TILE_Q][PITCH];
     char douts[TILE_Q][PITCH];
     Fragments weights, slopes;  // p^T, ds^T
@@ -103,23 +111,22 @@ using Sums = double[BLOCKS][COLUMNS / 8][4];
 
 // Where things lie -------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ constexpr int first_row(int octet) { return octet / 2 * 16 + octet % 2 * 4; }
-__device__ __forceinline__ int row_in(int g) { return g / 2 + g % 2 * 8; }
+// The query of an octet of columns that is its first, and number t of an accumulator's columns 2t + e beyond it.
+__device__ __forceinline__ constexpr int first_query(int octet) { return octet / 2 * 16 + octet % 2 * 4; }
+__device__ __forceinline__ constexpr int query_in(int t, int e) { return t + 8 * e; }
 
-// Offset in a tile of a byte of a row: 16-byte chunks change places within 128 bytes. What rows 4 apart hold lies alike.
+// Offset in a tile of a byte of a row: 16-byte chunks change places within 128 bytes. Rows 4 apart do it alike, those 8
+// apart otherwise.
 __device__ __forceinline__ uint32 offset(uint32 row, uint32 byte) {
     return row * PITCH + (byte ^ (row % 2 * 32 + (row / 2 ^ row / 8) % 2 * 64));
 }
-// Where a lane's number goes in half a fragment: quads of every other two rows swap their halves, so that eight lanes
-// which read rows of ds hit all banks.
-__device__ __forceinline__ uint32 place_in_fragment() { return (lane_index() ^ (lane_index() >> 2 & 2)) * sizeof(Pair); }
 
 // What this warp is -------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ bool has_slopes() { return warp_index() >= WARPS / 2; }
 __device__ __forceinline__ int key_warp() { return warp_index() / 2 % KEY_WARPS; }
 __device__ __forceinline__ int mate() { return warp_index() % 2; }
-__device__ __forceinline__ int warp_query() { return first_row(mate() * OCTETS); }  // row of its first octet
+__device__ __forceinline__ int warp_query() { return first_query(mate() * OCTETS); }  // of its first octet
 
 // Visits ------------------------------------------------------------------------------------------------------------
 
@@ -189,40 +196,55 @@ __device__ __forceinline__ void load_rows(const Args& args, uint32 shared, int n
     }
 }
 
+// The tile's rows of k or v in global memory, where shared memory has no room for them.
+struct GlobalRows {
+    const char* rows;
+    int64 stride;
+    int columns, end;
+    __device__ __forceinline__ double number(int row, int column) const {
+        const char* const place = rows + row * stride + column * sizeof(double);
+        return row < end && column < columns ? load_global<double>(place) : 0.0;
+    }
+};
+// Them, from row `first` on.
+__device__ __forceinline__ GlobalRows global_keys(const Args& args, const Work& work, int first) {
+    return {work.k + first * args.k_strides.row, args.k_strides.row, args.head_dim, args.keys - work.key - first};
+}
+__device__ __forceinline__ GlobalRows global_values(const Args& args, const Work& work, int first) {
+    return {work.v + first * args.v_strides.row, args.v_strides.row, args.value_dim, args.keys - work.key - first};
+}
+
 // Products ----------------------------------------------------------------------------------------------------------
 
-// scores = a b^T, `a` and `b` the first rows of the warp in two tiles.
-__device__ __forceinline__ void multiply_transposed(Scores& scores, uint32 a, uint32 b) {
-    const uint32 lane = offset(row_in(lane_index() / 4), lane_index() % 4 * 16);
-    auto load = [&](uint32 rows, int octet, int step, int n) {
-        return load_shared<Pair>(rows + (lane ^ n * 64) + step * 128 + first_row(octet) * PITCH);
+// scores = a b^T, `a` and `b` the first rows of the warp in two tiles; `from` those of a where they are not shared.
+__device__ __forceinline__ void multiply_transposed(Scores& scores, uint32 a, const GlobalRows& from, uint32 b) {
+    const int g = lane_index() / 4, t = lane_index() % 4;
+    const uint32 lane_a = a + offset(g, t * 8), lane_b = b + offset(query_in(g / 2, g % 2), t * 8);
+    auto load = [](uint32 lane, int flips, int row, int step) {
+        return load_shared<double>((lane ^ flips) + row * PITCH + step * 128);
     };
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
-        double left[BLOCKS][8];
-#pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                for (int n = 0; n < 2; ++n) {
-                    const Pair terms = load(a, 2 * block + half, step, n);
-                    left[block][4 * n + half] = terms.low;
-                    left[block][4 * n + 2 + half] = terms.high;
-                }
-            }
-        }
+        double right[OCTETS][4];
 #pragma unroll
         for (int octet = 0; octet < OCTETS; ++octet) {
-            double right[4];
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const Pair terms = load(b, octet, step, n);
-                right[2 * n] = terms.low;
-                right[2 * n + 1] = terms.high;
+            for (int n = 0; n < 4; ++n) right[octet][n] = load(lane_b, n * 32, first_query(octet), step);
+        }
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+            double left[8];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = 16 * block + 8 * half;
+                    left[2 * n + half] = KEYS_SHARED ? load(lane_a, n * 32 ^ half * 64, row, step)
+                                                     : from.number(row + g, 16 * step + 4 * n + t);
+                }
             }
 #pragma unroll
-            for (int block = 0; block < BLOCKS; ++block) multiply_add<16>(scores[block][octet], left[block], right);
+            for (int octet = 0; octet < OCTETS; ++octet) multiply_add<16>(scores[block][octet], left, right[octet]);
         }
     }
 }
@@ -230,34 +252,27 @@ __device__ __forceinline__ void multiply_transposed(Scores& scores, uint32 a, ui
 // sums += p^T dout or ds^T q, of rows from `first` on, as many as half a tile has. `fragments` is where the lane's
 // numbers of the warp's keys begin.
 __device__ __forceinline__ void add_product(Sums& sums, uint32 fragments, uint32 tile, int first) {
-    const uint32 lane = offset(lane_index() % 4, mate() * 64 + lane_index() / 4 * 8);
+    const uint32 lane = tile + offset(lane_index() % 4, mate() * 64 + lane_index() / 4 * 8);
 #pragma unroll
     for (int step = 0; step < HALF_ROWS / 16; ++step) {
         double left[BLOCKS][8];
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int octet = first / 8 + 2 * step + n;
-                    const Pair terms = load_shared<Pair>(fragments + (block * (TILE_Q / 8) + octet) * sizeof(Fragment) +
-                                                         half * (WARP * sizeof(Pair)));
-                    left[block][4 * n + half] = terms.low;
-                    left[block][4 * n + 2 + half] = terms.high;
-                }
+            for (int n = 0; n < 4; ++n) {  // column n % 2 of octet n / 2
+                const int fragment = block * (TILE_Q / 8) + first / 8 + 2 * step + n / 2;
+                const Pair keys = load_shared<Pair>(fragments + fragment * sizeof(Fragment) + n % 2 * COLUMN_BYTES);
+                left[block][2 * n] = keys.low;
+                left[block][2 * n + 1] = keys.high;
             }
         }
 #pragma unroll
         for (int column = 0; column < COLUMNS / 8; ++column) {
             double right[4];
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    right[2 * n + e] = load_shared<double>(tile + (lane ^ e * 64) + column * 128 +
-                                                           (first + 16 * step + 4 * n + 8 * e) * PITCH);
-                }
+            for (int n = 0; n < 4; ++n) {
+                const int row = first + 16 * step + first_query(n / 2) + query_in(0, n % 2);
+                right[n] = load_shared<double>((lane ^ n % 2 * 64) + row * PITCH + column * 128);
             }
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) multiply_add<16>(sums[block][column], left[block], right);
@@ -265,29 +280,36 @@ __device__ __forceinline__ void add_product(Sums& sums, uint32 fragments, uint32
     }
 }
 
-// The warp's part of ds k: rows of dq as they come, of every DQ_MATES-th 8 columns.
-__device__ __forceinline__ void multiply_slopes(double (&dq)[DQ_OCTETS][4], uint32 shared) {
+// The warp's part of ds k: 16 rows of dq, of every DQ_MATES-th 8 columns; `from` has k where it is not shared.
+__device__ __forceinline__ void multiply_slopes(double (&dq)[DQ_OCTETS][4], uint32 shared, const GlobalRows& from) {
     const int g = lane_index() / 4, t = lane_index() % 4;
     const int block = warp_index() / DQ_MATES, dq_mate = warp_index() % DQ_MATES;
-    const uint32 slopes = shared + SLOPE_START + (2 * block + g / 4) * sizeof(Fragment) +
-                          ((4 * t + g % 4) ^ (t & 2)) * sizeof(Pair);
-    const uint32 lane = offset(row_in(t), dq_mate * 64 + g * 8), keys = shared + KEY_START;
+    // Row g is a lane's first column in the fragment of octet g / 4, row g + 8 the second. Terms t are keys t / 2 and
+    // t / 2 + 8, the next four those two beyond, and so on.
+    const uint32 lane_a = shared + SLOPE_START + (2 * block + g / 4) * sizeof(Fragment) +
+                          (t / 2 * 4 + g % 4) * sizeof(Pair) + t % 2 * sizeof(double);
+    const int key = t / 2 + t % 2 * 8;
+    const uint32 lane_b = shared + KEY_START + offset(key, dq_mate * 64 + g * 8);
 #pragma unroll
     for (int step = 0; step < TILE_K / 16; ++step) {
         double left[8];
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {  // half n / 2 of 16 keys, numbers 0 to 3 or 4 to 7 of it
-            const Pair rows = load_shared<Pair>(slopes + step * (TILE_Q / 8) * sizeof(Fragment) + n * (16 * sizeof(Pair)));
-            left[2 * n] = rows.low;
-            left[2 * n + 1] = rows.high;
+        for (int n = 0; n < 4; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                left[2 * n + e] = load_shared<double>(lane_a + step * (TILE_Q / 8) * sizeof(Fragment) +
+                                                      e * COLUMN_BYTES + n * (8 * sizeof(Pair)));
+            }
         }
 #pragma unroll
         for (int octet = 0; octet < DQ_OCTETS; ++octet) {
             double right[4];
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-                right[n] = load_shared<double>(keys + (lane ^ n % 2 * 64) + octet * (64 * DQ_MATES) +
-                                               (16 * step + n / 2 * 4 + n % 2 * 2) * PITCH);
+                const int row = 16 * step + 2 * n;
+                const uint32 place = (lane_b ^ n % 2 * 64) + row * PITCH + octet * (64 * DQ_MATES);
+                right[n] = KEYS_SHARED ? load_shared<double>(place)
+                                       : from.number(row + key, (octet * DQ_MATES + dq_mate) * 8 + g);
             }
             multiply_add<16>(dq[octet], left, right);
         }
@@ -296,15 +318,15 @@ __device__ __forceinline__ void multiply_slopes(double (&dq)[DQ_OCTETS][4], uint
 
 // Between them ------------------------------------------------------------------------------------------------------
 
-// f(block, octet, half) of all pairs that a lane has of a warp's scores: a key, two queries.
+// f(block, octet, e) of all pairs that a lane has of a warp's scores: of a query, keys g and g + 8 of a block.
 template <typename Function>
 __device__ __forceinline__ void for_each(Function f) {
 #pragma unroll
     for (int octet = 0; octet < OCTETS; ++octet) {
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
+        for (int e = 0; e < 2; ++e) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) f(block, octet, half);
+            for (int block = 0; block < BLOCKS; ++block) f(block, octet, e);
         }
     }
 }
@@ -315,33 +337,33 @@ struct Seen {
     __device__ __forceinline__ Seen(const Args& args, const Mask& mask, int key, int query) {
         query += lane_index() % 4;
 #pragma unroll
-        for (int octet = 0; octet < 2 * BLOCKS; ++octet) {
-            const int j = key + first_row(octet) + row_in(lane_index() / 4);
-            first[octet] = mask.first_query(j, args.queries) - query;
-            end[octet] = j < args.keys ? mask.end_query(j, args.queries) - query : 0;
+        for (int n = 0; n < 2 * BLOCKS; ++n) {
+            const int j = key + 8 * n + lane_index() / 4;
+            first[n] = mask.first_query(j, args.queries) - query;
+            end[n] = j < args.keys ? mask.end_query(j, args.queries) - query : 0;
         }
     }
-    __device__ __forceinline__ bool operator()(int block, int octet, int half, int e) const {
-        const int column = first_row(octet) + 8 * e, row = 2 * block + half;
-        return static_cast<int>(column >= first[row]) & static_cast<int>(column < end[row]);
+    __device__ __forceinline__ bool operator()(int block, int octet, int e, int half) const {
+        const int query = first_query(octet) + query_in(0, e), key = 2 * block + half;
+        return static_cast<int>(query >= first[key]) & static_cast<int>(query < end[key]);
     }
 };
 
-// Numbers of the query rows that a lane has; `rows` is where those of the warp begin.
+// A number of a query of the lane's; `rows` is where those of the warp's queries begin.
 __device__ __forceinline__ double number_of(uint32 rows, int octet, int e) {
-    return load_shared<double>(rows + (lane_index() % 4 + first_row(octet) + 8 * e) * sizeof(double));
+    return load_shared<double>(rows + (lane_index() % 4 + first_query(octet) + query_in(0, e)) * sizeof(double));
 }
 
 // The warp's part of dk or dv.
 __device__ __forceinline__ void store(const Sums& sums, double factor, char* rows, int64 stride, int dim, int keys,
                                       char* suspect) {
-    const int key = key_warp() * KEY_ROWS + row_in(lane_index() / 4), column = mate() * 8 + lane_index() % 4 * 2;
+    const int key = key_warp() * KEY_ROWS + lane_index() / 4, column = mate() * 8 + lane_index() % 4 * 2;
     double finite = 0;
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int r = key + first_row(2 * block + half);
+            const int r = key + 16 * block + 8 * half;
             if (r >= keys) continue;
 #pragma unroll
             for (int n = 0; n < COLUMNS / 8; ++n) {
@@ -368,11 +390,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     };
     // Addresses, worked out where they are used: of the warp's first fragment, the lane's place in it; of its rows.
     auto fragments = [=](int start) {
-        return shared + start + key_warp() * BLOCKS * (TILE_Q / 8) * sizeof(Fragment) + place_in_fragment();
+        return shared + start + key_warp() * BLOCKS * (TILE_Q / 8) * sizeof(Fragment) +
+               lane_index() * sizeof(Pair);
     };
-    auto own = [=](int start, int block, int octet, int half) {
-        return fragments(start) + (block * (TILE_Q / 8) + mate() * OCTETS + octet) * sizeof(Fragment) +
-               half * (WARP * sizeof(Pair));
+    auto own = [=](int start, int block, int octet, int e) {
+        return fragments(start) + (block * (TILE_Q / 8) + mate() * OCTETS + octet) * sizeof(Fragment) + e * COLUMN_BYTES;
     };
     auto key_rows = [=](int start) { return shared + start + key_warp() * KEY_ROWS * PITCH; };
     auto query_rows = [=](int start) { return shared + start + warp_query() * PITCH; };
@@ -390,27 +412,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 Work work;
                 work.q = args.q + args.q_strides.offset(item.batch0, item.batch1, head);
                 work.dout = args.dout + args.dout_strides.offset(item.batch0, item.batch1, head);
+                work.k = args.k + args.k_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.k_strides.row;
+                work.v = args.v + args.v_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.v_strides.row;
                 work.first_tile = (item.batch * args.heads + head) * args.query_tiles;
                 work.index = index;
                 work.visits = item.span.visits;
                 work.key = key;
                 store_shared(shared + WORK_START, work);
             }
+            if (item.span.visits > 0 && warp_index() == WARPS - 1) list_visits(args, mask, item, shared, 0);
+            sync_threads();  // it and the list are there
             if (item.span.visits > 0) {
-                load_tile<TILE_K>(
-                    shared + KEY_START, 0,
-                    args.k + args.k_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.k_strides.row,
-                    args.k_strides.row, args.head_dim, args.keys - key);
-                load_tile<TILE_K>(
-                    shared + VALUE_START, 0,
-                    args.v + args.v_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.v_strides.row,
-                    args.v_strides.row, args.value_dim, args.keys - key);
-                if (warp_index() == WARPS - 1) list_visits(args, mask, item, shared, 0);
-            }
-            sync_threads();  // the list is there
+                const Work work = load_work(shared);
+                if constexpr (KEYS_SHARED) {
+                    load_tile<TILE_K>(shared + KEY_START, 0, work.k, args.k_strides.row, args.head_dim, args.keys - key);
+                    load_tile<TILE_K>(shared + VALUE_START, 0, work.v, args.v_strides.row, args.value_dim, args.keys - key);
+                }
 #pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
-                if (item.span.visits > 0) load_rows(args, shared, 0, half);
+                for (int half = 0; half < HALVES; ++half) load_rows(args, shared, 0, half);
             }
             cp_async_commit_group();
         }
@@ -419,8 +438,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int n = 0;; ++n) {
             cp_async_wait_group<0>();
             sync_threads();  // the tiles are here for all warps, and all have left what is filled next
-            const int visits = load_work(shared).visits;
-            if (n >= visits) break;
+            if (n >= load_work(shared).visits) break;
             if (n % WARP == WARP / 2 && warp_index() == WARPS - 1) {
                 list_visits(args, mask, locate_item(args, mask, load_work(shared).index), shared, n + WARP / 2);
             }
@@ -430,80 +448,80 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             };
 
             Scores scores = {};
-            if (has_slopes()) {
-                multiply_transposed(scores, key_rows(VALUE_START), query_rows(DOUT_START));
-            } else {
-                multiply_transposed(scores, key_rows(KEY_START), query_rows(QUERY_START));
+            if (!has_slopes()) {
+                multiply_transposed(scores, key_rows(KEY_START),
+                                    global_keys(args, load_work(shared), key_warp() * KEY_ROWS), query_rows(QUERY_START));
                 if (n > 0) release(n - 1);  // whose sums have long arrived
-                for_each([&](int block, int octet, int half) {
+                for_each([&](int block, int octet, int e) {
+                    const double lse = number_of(numbers(LSE_START), octet, e);
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
+                    for (int half = 0; half < 2; ++half) {
                         double& x = scores[block][octet][2 * half + e];
-                        x = fused_multiply_add(x, args.scale_log2, -number_of(numbers(LSE_START), octet, e));
+                        x = fused_multiply_add(x, args.scale_log2, -lse);
                     }
                 });
                 if (!listed(shared, n).plain) {  // hidden: p = 0; and no p above 1, of a coarse lse, but NaN stays NaN
                     const Seen is_seen = seen();
-                    for_each([&](int block, int octet, int half) {
+                    for_each([&](int block, int octet, int e) {
 #pragma unroll
-                        for (int e = 0; e < 2; ++e) {
+                        for (int half = 0; half < 2; ++half) {
                             double& x = scores[block][octet][2 * half + e];
                             const double at_most = x > 0 ? 0 : x;
-                            x = is_seen(block, octet, half, e) ? at_most : -INFINITE;
+                            x = is_seen(block, octet, e, half) ? at_most : -INFINITE;
                         }
                     });
                 }
-                for_each([&](int block, int octet, int half) {
+                for_each([&](int block, int octet, int e) {
                     const double(&x)[4] = scores[block][octet];
-                    store_shared(own(WEIGHT_START, block, octet, half),
-                                 Pair{exp2_of(x[2 * half]), exp2_of(x[2 * half + 1])});
+                    store_shared(own(WEIGHT_START, block, octet, e), Pair{exp2_of(x[e]), exp2_of(x[2 + e])});
                 });
-            }
-            sync_threads();  // p^T is here
-            if (has_slopes()) {
-                for_each([&](int block, int octet, int half) {
-                    const Pair p = load_shared<Pair>(own(WEIGHT_START, block, octet, half));
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        double& x = scores[block][octet][2 * half + e];
-                        x = (e == 0 ? p.low : p.high) * (x - number_of(numbers(DELTA_START), octet, e));
-                    }
+                bar_arrive(WEIGHTS_THERE, THREADS);
+                bar_sync(AMONG_WEIGHTS, THREADS / 2);
+            } else {
+                multiply_transposed(scores, key_rows(VALUE_START),
+                                    global_values(args, load_work(shared), key_warp() * KEY_ROWS), query_rows(DOUT_START));
+                bar_sync(WEIGHTS_THERE, THREADS);
+                for_each([&](int block, int octet, int e) {
+                    const Pair p = load_shared<Pair>(own(WEIGHT_START, block, octet, e));
+                    const double delta = number_of(numbers(DELTA_START), octet, e);
+                    double(&x)[4] = scores[block][octet];
+                    x[e] = p.low * (x[e] - delta);
+                    x[2 + e] = p.high * (x[2 + e] - delta);
                 });
                 if (!listed(shared, n).plain) {  // hidden: ds = 0, whatever the product
                     const Seen is_seen = seen();
-                    for_each([&](int block, int octet, int half) {
+                    for_each([&](int block, int octet, int e) {
 #pragma unroll
-                        for (int e = 0; e < 2; ++e) {
+                        for (int half = 0; half < 2; ++half) {
                             double& x = scores[block][octet][2 * half + e];
-                            x = is_seen(block, octet, half, e) ? x : 0;
+                            x = is_seen(block, octet, e, half) ? x : 0;
                         }
                     });
                 }
-                for_each([&](int block, int octet, int half) {
+                for_each([&](int block, int octet, int e) {
                     const double(&x)[4] = scores[block][octet];
-                    store_shared(own(SLOPE_START, block, octet, half), Pair{x[2 * half], x[2 * half + 1]});
+                    store_shared(own(SLOPE_START, block, octet, e), Pair{x[e], x[2 + e]});
                 });
+                bar_sync(AMONG_SLOPES, THREADS / 2);
             }
-            sync_threads();  // ds^T is here
 
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {
                 add_product(sums, fragments(has_slopes() ? SLOPE_START : WEIGHT_START),
                             shared + (has_slopes() ? QUERY_START : DOUT_START), half * HALF_ROWS);
                 sync_threads();  // all have left these rows
-                if (n + 1 < visits) load_rows(args, shared, n + 1, half);
+                if (n + 1 < load_work(shared).visits) load_rows(args, shared, n + 1, half);
                 cp_async_commit_group();
             }
 
-            auto turns_had = [&] { return load_relaxed(turn_counter(args, shared, uniform(n))); };
-            const int turn = listed(shared, n).turn;
-            int turns = ORDERED ? turns_had() : turn;  // is back before the product ends
+            auto turns_had = [&] { return load_relaxed(turn_counter(args, shared, n)); };
+            int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
             double dq[DQ_OCTETS][4] = {};
-            multiply_slopes(dq, shared);
+            multiply_slopes(dq, shared, global_keys(args, load_work(shared), 0));
             // Nothing is read that another block has written, so that nothing is to be acquired: memory adds, and has
             // added what came before a counter that it shows.
-            while (turns < turn) turns = turns_had();
-            if (n + 1 == visits) draw();  // not before: a block that waits holds no item but its own
+            while (ORDERED && turns < listed(shared, n).turn) turns = turns_had();
+            if (n + 1 == load_work(shared).visits) draw();  // not before: a block that waits holds no item but its own
             const int64 tile = tile_of(args, shared, listed(shared, n).visit);
             char* const to = args.dq_sum + tile * (TILE_Q * PITCH) + lane_index() * SUM_LANE +
                              (warp_index() / DQ_MATES * (HEAD_DIM / 8) + warp_index() % DQ_MATES) * SUM_BYTES;
@@ -514,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     for (int e = 0; e < 4; ++e) put(to + octet * DQ_MATES * SUM_BYTES + e * SUM_NEXT, dq[octet][e]);
                 }
             };
-            if (ORDERED && turn == 0) {
+            if (ORDERED && listed(shared, n).turn == 0) {
                 send([](char* place, double x) { store_global(place, x); });
             } else {
                 send([](char* place, double x) { add_global(place, x); });

@@ -35,6 +35,14 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xfffffff
 
 __device__ __forceinline__ void sync_threads() { __syncthreads(); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
+// bar.sync: the `threads` that name the same `barrier` (1 to 15; 0 is sync_threads) wait for one another.
+__device__ __forceinline__ void bar_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// bar.arrive: counts for the others' bar_sync and goes on.
+__device__ __forceinline__ void bar_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 template <typename T>
 __device__ __forceinline__ T shuffle_xor(T value, int mask) {

@@ -20,16 +20,6 @@ __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// bar.sync: the `threads` that name the same `barrier` (1 to 15; 0 is sync_threads) wait for one another.
-__device__ __forceinline__ void bar_sync(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// bar.arrive: counts for the others' bar_sync and goes on.
-__device__ __forceinline__ void bar_arrive(int barrier, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // Asynchronous barriers in shared memory -----------------------------------------------------------------------------
 //
 // A phase ends when `count` arrivals and all bytes announced have come. Phases alternate in parity, 0 first.

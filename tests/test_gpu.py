@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import _compile, _launch, bounds, reference, testing
+from cuflash import _compile, _launch, _plan, bounds, reference, testing
 
 try:
     import cupy
@@ -19,7 +19,10 @@ pytestmark = pytest.mark.usefixtures("gpu")
 CYCLES = 200_000_000  # 100 ms at 2 GHz
 SIXTEEN_BIT = ("float16", "bfloat16")
 # Contiguous rows of 16 bytes; copies of operands; the kernel without tensor cores.
-KINDS = (("float16", 64, "contiguous"), ("bfloat16", 33, "strided"), ("float32", 64, "contiguous"))
+KINDS = (
+    ("float16", 64, "contiguous"), ("bfloat16", 33, "strided"), ("float32", 64, "contiguous"),
+    ("float64", 40, "contiguous"),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def recipe(dtype="float16", head_dim=64, layout="contiguous", **changes):
 def run(problem, arrays, **keywords):
     """out, lse and, where there are kernels for them, gradients, for which out is dout."""
     results = cuflash.forward(*arrays, return_lse=True, **problem.keywords, **keywords)
-    if problem.dtype in SIXTEEN_BIT:
+    if problem.dtype in _plan.GPU_DTYPES["backward"]:
         results += cuflash.backward(results[0], *arrays, *results, **problem.keywords, **keywords)
     return results
 

@@ -156,9 +156,12 @@ def python_kernel(variant, written):
     return kernel
 
 
+MAIN_BACKWARD = ("backward", "backward_f32", "backward_f64", "backward_sm90")
+
+
 def python_backward_kernel(variant, written):
     """The same of a kernel of backward. The one in the middle notes the heads of keys that it writes."""
-    element, main = ELEMENTS[variant.element], variant.kernel in ("backward", "backward_sm90")
+    element, main = ELEMENTS[variant.element], variant.kernel in MAIN_BACKWARD
 
     def kernel(grid, threads, arguments, shared_mem):
         assert threads == (32 * variant.warps,) and shared_mem <= variant.shared_bytes and not main
@@ -176,14 +179,14 @@ def python_backward_kernel(variant, written):
         batches = args["items"] // (tiles * key_heads)
         padded = args["query_tiles"] * args["tile_q"]
         heads = batches * args["heads"]
-        f32 = np.dtype(np.float32)
+        real = element.lse  # dtype of sums
 
         def rows(name, shape):
-            return memory(args[name], shape, np.empty(shape, np.int32).strides, f32)
+            return memory(args[name], shape, np.empty(shape, real).strides, real)
 
         def matrix(name, place, length, dim):
             *outer, row = args[f"{name}_strides"]
-            dtype = f32 if args.get(f"{name}_wide") else element.dtype
+            dtype = real if args.get(f"{name}_wide") else element.dtype
             address = args[name] + sum(n * stride for n, stride in zip(place, outer, strict=True))
             return memory(address, (length, dim), (row, dtype.itemsize), dtype)
 
@@ -192,7 +195,11 @@ def python_backward_kernel(variant, written):
         turns = memory(args["turns"], (32,), (4,), np.dtype(np.int32))
         # Where the main kernel leaves dq out it has no sum of it: another kernel writes it.
         summed, alone = args["columns"] > 0, variant.kernel == "backward_dq_sm90"
-        sums = rows("dq_sum", (heads, padded // 64, args["columns"] // 8, 4, 8, 4, 2, 2)) if summed else None
+        # Blocks of rows and of 8 columns, then 16 rows; in these a lane's numbers lie together or, of 64 bits, apart.
+        rows16 = _plan.finish_variant(variant.element).warps
+        order = (0, 4, 1, 2, 6, 3, 5) if real.itemsize == 8 else (0, 4, 1, 3, 5, 2, 6)
+        shape = padded // (16 * rows16), rows16, 2, 8, args["columns"] // 8, 4, 2
+        sums = rows("dq_sum", (heads, *(shape[axis] for axis in order))) if summed else None
         i, j = np.arange(queries)[:, None], np.arange(keys)
         seen = (j >= i + args["first_shift"]) & (j < i + args["end_shift"])
         assert args["cyclic"] <= seen.all() and args["section"] >= 1
@@ -232,10 +239,10 @@ def python_backward_kernel(variant, written):
                         continue
                     dq = np.zeros((padded, args["columns"]))
                     dq[:queries, :head_dim] = ds @ wide_k
-                    blocks = dq.reshape(padded // 64, 4, 2, 8, -1, 4, 2)  # rows: block, half, g; columns: block, t, e
-                    sums[linear] = blocks.transpose(0, 4, 1, 3, 5, 2, 6)
+                    parts = dq.reshape(-1, rows16, 2, 8, args["columns"] // 8, 4, 2)  # of rows: ..., half, g; then t, e
+                    sums[linear] = parts.transpose(order)
                 elif summed:
-                    dq = sums[linear].transpose(0, 2, 5, 3, 1, 4, 6)
+                    dq = sums[linear].transpose(np.argsort(order))
                     dq = dq.reshape(padded, args["columns"])[:queries, :head_dim]
                     matrix("dq", place, queries, head_dim)[...] = args["scale"] * dq
             if main:
@@ -284,18 +291,18 @@ def test_a_gpu_call_writes_out_with_any_strides(recipe, layout):
     assert np.array_equal(out.host, wanted.host, equal_nan=True)
 
 
-SIXTEEN_BIT = {**SMALL, "dtypes": ("float16", "bfloat16")}
+GRADIENTS = {**SMALL, "dtypes": _plan.GPU_DTYPES["backward"]}
 
 
 @settings(max_examples=150)
 @given(
-    testing.problems(**SIXTEEN_BIT), st.sampled_from(sorted(_plan.KNOWN)), st.integers(1, 3), st.booleans(),
+    testing.problems(**GRADIENTS), st.sampled_from(sorted(_plan.KNOWN)), st.integers(1, 3), st.booleans(),
     st.sampled_from(("contiguous", "swapped", "offset", "strided", "stretched")),
 )  # fmt: skip
 def test_a_backward_call_reads_and_writes_the_right_rows(recipe, capability, processors, with_dlse, layout):
     hosts = recipe.arrays()
     out, lse = reference_forward(recipe, hosts)
-    dout, dlse = recipe.dout(), recipe.normal(4, lse.shape).astype(np.float32)
+    dout, dlse = recipe.dout(), recipe.normal(4, lse.shape).astype(lse.dtype)
     if layout == "stretched":
         dout = np.broadcast_to(dout[..., :1, :], dout.shape)
     elif dout.ndim >= 3:
@@ -325,11 +332,11 @@ def test_a_backward_call_reads_and_writes_the_right_rows(recipe, capability, pro
 
 def reference_forward(recipe, arrays):
     out, lse = reference.forward(*arrays, **recipe.keywords)
-    return out.astype(arrays[0].dtype), lse.astype(np.float32)
+    return out.astype(arrays[0].dtype), lse.astype(ELEMENTS[recipe.dtype].lse)
 
 
 @settings(max_examples=50)
-@given(testing.problems(**SIXTEEN_BIT), st.lists(st.sampled_from(testing.LAYOUTS), min_size=3, max_size=3))
+@given(testing.problems(**GRADIENTS), st.lists(st.sampled_from(testing.LAYOUTS), min_size=3, max_size=3))
 def test_a_backward_call_writes_gradients_with_any_strides(recipe, layouts):
     hosts = recipe.arrays()
     out, lse = reference_forward(recipe, hosts)
@@ -912,22 +919,15 @@ def test_an_empty_out_is_legal(shape):
     assert cuflash.forward(x(batch, heads, queries, 8), k, x(batch, 2, 5, value_dim), out=out) is out
 
 
-@pytest.mark.parametrize(
-    "function, count, sentence",
-    [
-        ("backward", 6, "has no GPU kernel for float32 yet; wanted float16 or bfloat16, or NumPy arrays"),
-        ("decode", 3, "has no GPU kernel for float32 yet; wanted float16 or bfloat16, or NumPy arrays"),
-    ],
-)
-def test_no_gpu_kernel_yet(function, count, sentence):
-    arrays = [on_gpu(1, 1, 4, 8) for _ in range(count)]
-    if function == "backward":
-        arrays[5] = on_gpu(1, 1, 4)
+def test_no_gpu_kernel_yet():
+    arrays = [on_gpu(1, 1, 4, 8) for _ in range(3)]
     with pretended_gpu():
-        for call in (getattr(cuflash, function), lambda *arrays: cuflash.explain(function, *arrays)):
+        for call in (cuflash.decode, lambda *arrays: cuflash.explain("decode", *arrays)):
             with pytest.raises(NotImplementedError) as error:
                 call(*arrays)
-            assert str(error.value) == f"{function}: {sentence}"
+            assert str(error.value) == (
+                "decode: has no GPU kernel for float32 yet; wanted float16 or bfloat16, or NumPy arrays"
+            )
 
 
 @pytest.mark.parametrize(
@@ -1294,7 +1294,8 @@ def test_every_plan_asks_for_a_listed_variant(limits, head_dim, value_dim, dtype
 def planned_backward(q, k, v, limits=HOPPER, engine=None, **keywords):
     """The plan of backward for NumPy arrays, were they on a GPU."""
     shape = (*np.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v))), *q.shape[-3:-1])
-    dout, lse = np.broadcast_to(q[..., :1], (*shape, v.shape[-1])), np.broadcast_to(np.float32(0), shape)
+    real = np.float64 if q.dtype == np.float64 else np.float32
+    dout, lse = np.broadcast_to(q[..., :1], (*shape, v.shape[-1])), np.broadcast_to(real(0), shape)
     given = {"scale": None, "causal": False, "window": None, "dlse": None, "grads": None} | keywords
     problem = _problem.backward(dout, q, k, v, dout, lse, **given, engine=None)
     return _plan.plan(replace(problem, library="cupy", device=0, engine=engine), limits)
@@ -1303,8 +1304,8 @@ def planned_backward(q, k, v, limits=HOPPER, engine=None, **keywords):
 @pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
 @settings(max_examples=300)
 @given(
-    st.integers(1, 256), st.integers(0, 256), st.sampled_from(("float16", "bfloat16")), st.sampled_from((False, True)),
-    st.sampled_from((None, (3, 3))), st.integers(1, 2000), st.integers(1, 2000), st.sampled_from((None, "portable")),
+    st.integers(1, 256), st.integers(0, 256), st.sampled_from(_plan.GPU_DTYPES["backward"]),
+    st.sampled_from((False, True)), st.sampled_from((None, (3, 3))), st.integers(1, 2000), st.integers(1, 2000), st.sampled_from((None, "portable")),
 )  # fmt: skip
 def test_every_plan_of_backward_asks_for_listed_variants(
     limits, head_dim, value_dim, dtype, causal, window, queries, keys, engine
@@ -1328,6 +1329,8 @@ def test_every_plan_of_backward_asks_for_listed_variants(
     assert 1 <= section * -(-args["key_tiles"] >> args["passes_log2"]) <= main.grid, "a wave is more than a grid"
     assert args["key_tiles"] * args["tile_k"] >= keys
     assert behind.grid == (0 if alone else 6 * -(-queries // behind.variant.tile_q)) + args["items"]
+    assert before.grid * before.variant.tile_q == 6 * args["query_tiles"] * args["tile_q"]
+    assert args["tile_q"] % behind.variant.tile_q == 0, "whole blocks of rows of dq_sum"
     assert all(step.grid == 6 * -(-queries // step.variant.tile_q) for step in alone)
 
 
@@ -1336,6 +1339,36 @@ def test_more_than_tickets_count_is_refused():
     for engine, rows in (("portable", 2**30), ("sm90", 2**31)):
         with pytest.raises(ValueError, match=f"^backward: has {2**30} tiles of keys and {rows} of 64 rows, counted"):
             planned_backward(q, q, q, engine=engine)
+    with pytest.raises(ValueError, match=f"^backward: has {2**30} tiles of keys and {2**32} of 16 rows, counted"):
+        planned_backward(*[np.broadcast_to(np.zeros((1, 8)), q.shape)] * 3)
+
+
+def test_tiles_of_backward_in_float32():
+    """Where shared memory is small tiles are."""
+    for capability, dim, tiles in (
+        ((9, 0), 32, (64, 64, 4, 2)), ((9, 0), 64, (64, 128, 8, 1)), ((9, 0), 128, (64, 64, 8, 1)),
+        ((9, 0), 256, (32, 32, 8, 1)), ((8, 0), 128, (32, 64, 4, 1)), ((8, 0), 256, (16, 32, 4, 1)),
+        ((8, 6), 32, (64, 64, 4, 1)), ((8, 6), 128, (16, 32, 4, 1)), ((8, 6), 256, (16, 16, 4, 1)),
+    ):  # fmt: skip
+        limits = _plan.KNOWN[capability]
+        for dims in ((dim, dim // 2), (dim // 2, dim)):
+            variant = _plan.backward_variant("float32", *dims, limits)
+            assert (variant.tile_q, variant.tile_k, variant.warps, variant.blocks_per_sm) == tiles
+        blocks = variant.blocks_per_sm
+        assert blocks * (variant.shared_bytes + 1024) <= limits.shared_bytes + 1024
+        assert 32 * variant.warps * blocks <= 256 and variant.vector_adds == (capability >= (9, 0))
+
+
+def test_tiles_of_backward_in_float64():
+    """Where shared memory is small tiles are; where it has no room for keys they stay in global memory."""
+    for capability, dim, tiles in (
+        ((9, 0), 32, (64, 64, 1)), ((9, 0), 128, (32, 64, 1)), ((9, 0), 256, (16, 32, 1)), ((8, 0), 128, (32, 32, 1)),
+        ((8, 0), 256, (16, 16, 1)), ((8, 6), 128, (16, 16, 1)), ((8, 6), 256, (16, 16, 0)),
+    ):  # fmt: skip
+        limits = _plan.KNOWN[capability]
+        variant = _plan.float64_backward_variant(dim, dim // 2, limits)
+        assert (variant.tile_q, variant.tile_k, variant.keys_shared) == tiles
+        assert variant.shared_bytes <= limits.shared_bytes and variant.tall_products == (capability >= (9, 0))
 
 
 def test_grads_that_broadcasting_stretched_are_parts_to_be_summed():
@@ -1351,6 +1384,8 @@ def test_grads_that_broadcasting_stretched_are_parts_to_be_summed():
     assert (args["dq_wide"], args["dk_wide"], args["dv_wide"], args["boxes"]) == (1, 1, 1, 0)
     assert [buffer.shape for buffer in plan.buffers[:3]] == [(4, 1, 2, 20, 20), (1, 3, 2, 30, 20), (1, 1, 2, 30, 16)]
     assert not {"dk_map", "dv_map"} & plan.steps[1].tensor_maps.keys()
+    plan = planned_backward(*(x.astype(np.float64) for x in (q, k, v)))
+    assert {copy.dtype for copy in plan.copies if copy.summed} == {"float64"}
 
 
 def test_a_plan_of_backward_without_work_has_no_launch():
@@ -1745,7 +1780,8 @@ EXAMPLES = [_plan.forward_variant(dtype, mask, 64, 64, HOPPER) for dtype in DTYP
 EXAMPLES += [_plan.hopper_variant("float16", mask, 64, 64) for mask in _masks.MASKS]
 EXAMPLES += [_plan.backward_variant("float16", 64, 64, HOPPER), _plan.hopper_backward_variant("float16", 64)]
 EXAMPLES += [_plan.hopper_dq_variant("float16", 256)]
-EXAMPLES += [_plan.rows_variant("float16"), _plan.finish_variant("float16")]
+EXAMPLES += [make(dtype) for make in (_plan.rows_variant, _plan.finish_variant) for dtype in DTYPES[1:]]
+EXAMPLES += [_plan.backward_variant(dtype, 64, 64, HOPPER) for dtype in ("float32", "float64")]
 EXAMPLES += [_plan.append_variant("float16"), _plan.decode_variant("float16", 64, HOPPER)]
 EXAMPLES += [_plan.decode_8bit_variant("e4m3", 64, HOPPER)]
 EXAMPLES = list(dict.fromkeys(EXAMPLES))  # float32 and float64 have one kernel for all masks
@@ -1779,8 +1815,8 @@ def test_the_preamble_holds_constants_and_types_alone(variant):
     constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", variant.preamble()))
     owners = {
         "query_registers": "forward_sm90", "out_staged": "forward_sm90", "early": "forward_sm90",
-        "ordered": "backward backward_sm90", "tall_products": "forward_f64", "vector_adds": "backward",
-        "converts": "decode_8bit",
+        "ordered": " ".join(MAIN_BACKWARD), "tall_products": "forward_f64 backward_f64",
+        "keys_shared": "backward_f64", "vector_adds": "backward backward_f32", "converts": "decode_8bit",
     }  # fmt: skip
     numbers = {
         field.name: getattr(variant, field.name)
@@ -1805,12 +1841,20 @@ def test_an_overlay_replaces_single_files(tmp_path):
     assert "Emulated" not in EXAMPLES[0].text()
 
 
-@pytest.mark.parametrize("kernel", _variant.KERNELS)
-def test_args_lie_where_the_struct_puts_them(kernel):
+@pytest.mark.parametrize(
+    "kernel, real",
+    [
+        (kernel, real)
+        for kernel, (_, args) in _variant.KERNELS.items()
+        for real in (args if isinstance(args, dict) else ["float64" if kernel.endswith("f64") else "float32"])
+    ],
+)
+def test_args_lie_where_the_struct_puts_them(kernel, real):
     """The layout of C, computed from the struct's declaration."""
     file, args = _variant.KERNELS[kernel]
+    args = args[real] if isinstance(args, dict) else args
     sizes = {"const char*": 8, "char*": 8, "int64": 8, "int": 4, "float": 4, "double": 8, "Strides": 32, "Schedule": 16}
-    sizes |= {"TensorMap": 128, "uint32": 4, "Steps": 32}
+    sizes |= {"TensorMap": 128, "uint32": 4, "Steps": 32, "Real": np.dtype(real).itemsize}
     offset, widest, found = 0, 1, {}
     shared = "split.cuh" if kernel.startswith("decode") else "backward_args.cuh"
     file = file if "Args" in structs(file) else shared

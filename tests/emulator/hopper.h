@@ -194,43 +194,6 @@ inline void wait_for_barrier(uint32_t address, uint32_t parity, Site here) {
     acquire(thread(), barrier.clocks[parity]);
 }
 
-// Named barriers: those that meet at one must expect as many, and come to it once, to wait there or in passing.
-struct BlockNamed {
-    int expected[16] = {};
-    Site here[16];          // of who came last
-    uint32_t came[16] = {};  // warps, since it last opened
-};
-inline void meet_at_named(const char* what, int number, int threads, bool waits, Site here) {
-    if (number < 1 || number > 15) fail(here, "%s %d; wanted 1 to 15", what, number);
-    if (threads < WARP_LANES || threads % WARP_LANES != 0 || threads > static_cast<int>(world.launch->threads)) {
-        fail(here, "%s of %d threads; wanted whole warps of this block", what, threads);
-    }
-    Barrier& barrier = block().barriers[number];
-    collective(thread().warp->lanes, what, number, [&](int** numbers) {
-        for (int lane = 0; lane < WARP_LANES; ++lane) {
-            if (*numbers[lane] == number) continue;
-            fail(here, "%s %d, while lane %d of the warp has %d", what, number, lane, *numbers[lane]);
-        }
-        BlockNamed& named = state_of<BlockNamed>(block());
-        const uint32_t warp = 1u << thread().warp->index;
-        if (barrier.arrived == 0) {
-            named.came[number] = 0;
-        } else if (named.expected[number] != threads) {
-            fail(here, "%s %d of %d threads, while others at %s:%d expect %d", what, number, threads,
-                 named.here[number].file, named.here[number].line, named.expected[number]);
-        } else if (named.came[number] & warp) {
-            fail(here, "%s %d by a warp that has come to it already; it has not opened since: %d of %d are there", what,
-                 number, barrier.arrived, threads);
-        }
-        named.came[number] |= warp;
-        named.expected[number] = threads;
-        named.here[number] = here;
-        if (waits) return;
-        for (const Thread* lane : thread().warp->lanes.threads) barrier_arrive(barrier, threads, *lane);
-    }, here);
-    if (waits) barrier_sync(barrier, threads, what, here);
-}
-
 // Bulk copies ------------------------------------------------------------------------------------------------------
 //
 // Of a box of a tensor or of bytes as they lie. Either tells its place in the kernel, where it begins in shared memory,

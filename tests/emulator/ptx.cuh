@@ -27,6 +27,12 @@ inline int warp_index() { return emulator::thread().warp->index; }
 
 inline void sync_threads(Site here = HERE) { emulator::sync_block(here); }
 inline void sync_warp(Site here = HERE) { emulator::sync_lanes(here); }
+inline void bar_sync(int barrier, int threads, Site here = HERE) {
+    emulator::meet_at_named("bar_sync", barrier, threads, true, here);
+}
+inline void bar_arrive(int barrier, int threads, Site here = HERE) {
+    emulator::meet_at_named("bar_arrive", barrier, threads, false, here);
+}
 
 // Each lane gets what lane source(its own) holds.
 template <typename T, typename Source>

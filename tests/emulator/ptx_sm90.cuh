@@ -19,13 +19,6 @@ void setmaxnreg_dec(Site here = HERE) {
     emulator::set_registers(REGISTERS, false, here);
 }
 
-inline void bar_sync(int barrier, int threads, Site here = HERE) {
-    emulator::meet_at_named("bar_sync", barrier, threads, true, here);
-}
-inline void bar_arrive(int barrier, int threads, Site here = HERE) {
-    emulator::meet_at_named("bar_arrive", barrier, threads, false, here);
-}
-
 // Asynchronous barriers in shared memory -----------------------------------------------------------------------------
 
 inline void mbarrier_init(uint32 barrier, int count, Site here = HERE) { emulator::initialise_barrier(barrier, count, here); }
