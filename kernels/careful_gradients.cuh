@@ -26,15 +26,27 @@ __device__ __forceinline__ Real dot(const char* a, const char* b, int columns) {
 }
 
 // A row of a gradient in the making, every 32nd number a lane's. Registers are for these alone: the kernel beside which
-// this lies wants few, and rows are read again as often as it takes.
+// this lies wants few, and rows are read again as often as it takes. The terms of ADDED pairs are added before they join
+// the others: long sums lose more than the products of tiles do.
+constexpr int ADDED = 64;
+
 struct RowSum {
-    Real x[ROW_NUMBERS] = {};
+    Real x[ROW_NUMBERS] = {}, part[ROW_NUMBERS] = {};
 
     __device__ __forceinline__ void add(Real factor, const char* row, int columns) {
 #pragma unroll
         for (int n = 0; n < ROW_NUMBERS; ++n) {
             const int d = n * WARP + lane_index();
-            if (d < columns) x[n] = fused_multiply_add(factor, RowOf<Element>{row}(d), x[n]);
+            if (d < columns) part[n] = fused_multiply_add(factor, RowOf<Element>{row}(d), part[n]);
+        }
+    }
+    // After the n-th pair, and after the last.
+    __device__ __forceinline__ void join(int n = ADDED - 1) {
+        if (n % ADDED != ADDED - 1) return;
+#pragma unroll
+        for (int n = 0; n < ROW_NUMBERS; ++n) {
+            x[n] += part[n];
+            part[n] = 0;
         }
     }
     __device__ __forceinline__ void store(char* row, int columns, bool wide, Real factor) const {
@@ -107,7 +119,9 @@ __device__ __noinline__ void careful_dq(const Args& args, int64 batch, int head,
         const Pair pair(dot(query, key, args.head_dim), args.scale_log2, row_lse, dot(dout, value, args.value_dim),
                         row_delta);
         if (pair.seen) sum.add(pair.ds, key, args.head_dim);
+        sum.join(j - first);
     }
+    sum.join();
     sum.store(rows.at(args.dq, args.dq_strides, head, i), args.head_dim, args.dq_wide, args.scale);
 }
 
@@ -126,9 +140,10 @@ __device__ __noinline__ void careful_dk_dv(const Args& args, int64 batch, int ke
             const char* const dout = rows.at(args.dout, args.dout_strides, head, i);
             const Pair pair(dot(query, key, args.head_dim), args.scale_log2, rows.of_row(args.row_lse, head, i),
                             dot(dout, value, args.value_dim), rows.of_row(args.row_delta, head, i));
-            if (!pair.seen) continue;
-            sum.add(is_dv ? pair.p : pair.ds, is_dv ? dout : query, is_dv ? args.value_dim : args.head_dim);
+            if (pair.seen) sum.add(is_dv ? pair.p : pair.ds, is_dv ? dout : query, is_dv ? args.value_dim : args.head_dim);
+            sum.join(i - first);
         }
+        sum.join();
     }
     if (is_dv) {
         sum.store(rows.at(args.dv, args.dv_strides, key_head, j), args.value_dim, args.dv_wide, Real(1));

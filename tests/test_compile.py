@@ -44,7 +44,8 @@ def jobs():
         chosen += [_plan.forward_variant("float64", "full", *pair, limits) for pair in _plan.FLOAT64_TILES]
         chosen += [_plan.float32_backward_variant(dim, dim, limits) for dim in _plan.FLOAT32_BACKWARD_TILES]
         chosen += [_plan.float64_backward_variant(dim, dim, limits) for dim in _plan.FLOAT64_BACKWARD_DIMS]
-        chosen += [make(dtype) for dtype in (dtypes[0], *WIDE) for make in (_plan.rows_variant, _plan.finish_variant)]
+        around = (_plan.rows_variant, _plan.finish_variant)
+        chosen += [make(dtype) for dtype in (dtypes[0], "float32", "float64") for make in around]
         chosen += [_plan.append_variant(dtypes[0])]
         for variant in chosen:
             yield variant, int("".join(map(str, limits.capability)))
