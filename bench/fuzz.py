@@ -157,7 +157,6 @@ def _dims(rng, variant):
         "decode_8bit": _plan.decode_8bit_dims,
         "forward_f32": _plan.float32_dims,
         "forward_f64": _plan.float64_dims,
-        "backward": _plan.backward_dims,
         "backward_f32": _plan.float32_backward_dims,
         "backward_f64": _plan.float64_backward_dims,
     }

@@ -17,7 +17,7 @@ from ._variant import Variant
 LOG2_E = 1.4426950408889634
 LARGEST_GRID = 2**31 - 1
 MOST_TILES = 2**30  # that a ticket counts
-MOST_PARTS = 10**9  # of backward, 64 rows or a tile of keys each: blocks, tickets and counters fit 31 bits
+MOST_PARTS = 10**9  # of backward, some rows or a tile of keys each: blocks, tickets and counters fit 31 bits
 FIRST_COUNTER = 32  # of backward's turns; the ticket and a flag come before, in a line of the cache of their own
 CACHED_BYTES = 2**25  # of keys and values that blocks running together may share: the L2 cache has 40 MB and more
 
@@ -109,13 +109,13 @@ def _padded(head_dim, value_dim):
 
 
 # Tiles of forward in float32 and in float64: tile_q, tile_k, blocks a multiprocessor and, of float32, stages. The first
-# that fit shared memory are taken. Nothing of it is measured.
+# that fit shared memory are taken. They follow from registers and shared memory; nothing of them is measured.
 #
-# Float32, by the padded head dim, of v too, for what is padded is not multiplied: at 64 several blocks work while one
-# splits keys; from 96 on one block reads keys for as many rows as there is room for; at 256 registers hold out and no
-# keys on their way. Head dims below 16 take 32 too: of the 2,450 operations a cycle that mma.sync does on a
-# multiprocessor of an H200, a pair takes 768, 0.31 cycles, and without tensor cores each would read shared memory some
-# 30 times at head_dim 3, of which 32 are a cycle.
+# Float32, by the padded head dim, of v too, for little is multiplied of what is padded: at 64 several blocks work while
+# one splits keys; from 96 on one block reads keys for as many rows as there is room for; at 256 registers hold out and
+# no keys on their way. Head dims below 16 take 32 too: of the 2,450 operations a cycle that mma.sync does on a
+# multiprocessor of an H200, a pair takes 768, 0.31 cycles, while multiply-adds outside the tensor cores would read
+# shared memory some 30 times for it at head_dim 3, and 32 of these are a cycle.
 FLOAT32_TILES = {
     32: ((128, 32, 2, 2),),
     64: ((64, 32, 3, 2), (64, 32, 2, 2)),
@@ -147,7 +147,7 @@ FLOAT64_TILES = {
 
 
 def _alike(tiles, head_dim, value_dim):
-    """Both head dims as the narrowest of some that is as wide as either."""
+    """Both head dims as the narrowest of a table that is as wide as either."""
     dim = next(dim for dim in tiles if max(head_dim, value_dim) <= dim)
     return dim, dim
 
@@ -199,6 +199,8 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits):
         return _precise_variant(dtype, head_dim, value_dim, limits)
     head_dim, value_dim = _padded(head_dim, value_dim)
     widest, stages = max(head_dim, value_dim), 2
+    if head_dim != value_dim and not_hopper(limits) is None:
+        mask = "window"  # which serves all: variants are many there, and the sm90 engine leaves few problems
     if widest <= 32:
         tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 128: 0.97 of it, causal
     elif widest <= 64:
@@ -423,20 +425,13 @@ HOPPER_BACKWARD_TILES = {64: (128, 128, 12), 128: (64, 128, 12), 256: (64, 64, 1
 HOPPER_DQ_TILES = {256: (128, 64, 12)}
 
 
-def backward_dims(head_dim, value_dim):
-    """Head dims as the portable engine's backward compiles them for 16 bits: alike where one is wide, so as to keep
-    variants few."""
-    dims = _padded(head_dim, value_dim)
-    return dims if max(dims) <= 128 else _alike(EQUAL_DIMS, head_dim, value_dim)
-
-
 def backward_variant(dtype, head_dim, value_dim, limits):
     """The portable engine's main kernel of backward for head dims as given."""
     if dtype == "float32":
         return float32_backward_variant(head_dim, value_dim, limits)
     if dtype == "float64":
         return float64_backward_variant(head_dim, value_dim, limits)
-    head_dim, value_dim = backward_dims(head_dim, value_dim)
+    head_dim, value_dim = _padded(head_dim, value_dim)
     widest = max(head_dim, value_dim)
     for tile_q, tile_k, warps, blocks, stages in next(BACKWARD_TILES[dim] for dim in BACKWARD_TILES if widest <= dim):
         if limits.capability >= (10, 0) and widest > 128 and stages == 2:  # registers spill there
@@ -486,11 +481,18 @@ def float32_backward_variant(head_dim, value_dim, limits):
     )  # fmt: skip
 
 
-# Tiles of backward's main kernel in float64: tile_q, tile_k, warps, the larger the better, so that rows are read less
-# often; whether k and v lie in shared memory, which at head_dim 256 99 KB have no room for. The first that fit are
-# taken; registers have room for all of them. Head dims are padded alike.
-FLOAT64_BACKWARD_TILES = ((64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1), (16, 16, 4, 0))
-FLOAT64_BACKWARD_DIMS = (32, 64, 128, 256)
+# Tiles of backward's main kernel in float64: tile_q, tile_k, warps, whether k and v lie in shared memory. The first
+# that fit it are taken, so the largest, by which rows are read least often; registers have room for all of them. At
+# head_dim 256 keys and values do not fit 99 KB beside rows. Head dims are padded alike. Nothing of it is measured.
+FLOAT64_BACKWARD_TILES = (
+    (64, 64, 8, 1),
+    (32, 64, 8, 1),
+    (32, 32, 8, 1),
+    (16, 32, 8, 1),
+    (16, 16, 4, 1),
+    (16, 16, 4, 0),
+)
+FLOAT64_BACKWARD_DIMS = (32, 64, 96, 128, 192, 256)
 
 
 def float64_backward_dims(head_dim, value_dim):
@@ -501,16 +503,20 @@ def float64_backward_dims(head_dim, value_dim):
 def float64_backward_variant(head_dim, value_dim, limits):
     """The portable engine's main kernel of backward in float64, for head dims as given."""
     dim, _ = float64_backward_dims(head_dim, value_dim)
-    for tile_q, tile_k, warps, keys_shared in FLOAT64_BACKWARD_TILES:
-        shared = 16 * dim * tile_k if keys_shared else 256  # k and v, which have no array else; none is empty
-        shared += 16 * dim * tile_q  # q and dout
-        shared += 16 * tile_k * tile_q  # p and ds
-        shared += 16 * tile_q + 64 * 16 + 64  # numbers of rows, visits, what a block works on
-        if shared <= limits.shared_bytes:
-            break
+    tall = int(limits.capability >= (9, 0))
+    choices = [_float64_backward_variant(dim, *tile, tall) for tile in FLOAT64_BACKWARD_TILES]
+    fitting = [each for each in choices if each.shared_bytes <= limits.shared_bytes]
+    return next(each for each in fitting if each.tile_q * dim % (16 * 8 * each.warps) == 0)  # parts of dq, for each warp
+
+
+def _float64_backward_variant(dim, tile_q, tile_k, warps, keys_shared, tall):
+    shared = 16 * dim * tile_k if keys_shared else 256  # k and v, whose arrays are never empty
+    shared += 16 * dim * tile_q  # q and dout
+    shared += 16 * tile_k * tile_q  # p and ds
+    shared += 16 * tile_q + 64 * 16 + 64  # numbers of rows, visits, what a block works on
     return Variant(
         "backward_f64", "float64", "window", dim, dim, tile_q, tile_k, warps, 1, 1, shared,
-        tall_products=int(limits.capability >= (9, 0)), keys_shared=keys_shared,
+        tall_products=tall, keys_shared=keys_shared,
     )  # fmt: skip
 
 
@@ -540,7 +546,7 @@ def hopper_dq_variant(dtype, dim):
 
 
 def rows_variant(dtype):
-    """The kernel of backward that goes before: eight threads a row, and rows a block that divide any tile of queries."""
+    """The kernel of backward that goes before: eight threads a row, and rows a block that fill tiles of queries."""
     rows, warps = (16, 4) if dtype in ("float32", "float64") else (64, 8)
     return Variant("backward_rows", dtype, "window", 256, 256, rows, 64, warps, 4, 1, 0)
 

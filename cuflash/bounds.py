@@ -69,14 +69,14 @@ of weights, of the logarithm, and four roundings of itself.
 **Gradients.** P is made again from lse, so its relative error is ``expm1`` of the errors of s and lse and of the
 exponential and its argument ``c x_j - lse log2 e``: rounding c, log2 e and the product with lse costs ``2 u (|s_j| +
 |lse|)``, the difference ``u |s_j - lse|``. A weight that came out above 1 may be set to 1, which is no farther away.
-With B, C the errors of ``dout . v`` (a product on tensor cores) and of ``delta = dout . out`` (summed in float32, out
-being known to its own bound), ``ds = p (dout . v - delta + dlse)`` errs by ``p (B + C + 4 u |...|) + (error of p)
-|...|``, where p is not rounded yet. P and dS are rounded, each once, where they meet the next product in 16 bits, and
-in float16 may underflow; a dS beyond the format makes the bound infinite. Errors pass through the last products
-linearly. Their sums take n terms and cost n roundings in any order: over the keys for dq, of which each tile makes a
-part and parts are added in float32; over the rows of all heads of a group for dk and dv. Those of split numbers are
-made of sums of tiles for dk and dv too: n is no more than the longest has, and each costs a rounding more. The scale is
-rounded and multiplied at the end, and what broadcasting stretched is added in float32 before the last rounding.
+With B, C the errors of ``dout . v`` (a product on tensor cores) and of ``delta = dout . out`` (summed in float32, as
+all that follows is, or in float64; out being known to its own bound), ``ds = p (dout . v - delta + dlse)`` errs by ``p
+(B + C + 4 u |...|) + (error of p) |...|``, where p is not rounded yet. P and dS are rounded, each once, where they meet
+the next product in 16 bits, and in float16 may underflow; a dS beyond the format makes the bound infinite. Errors pass
+through the last products linearly. Their sums take n terms and cost n roundings in any order: over the keys for dq, of
+which each tile makes a part and parts are added; over the rows of all heads of a group for dk and dv. Those of split
+numbers are made of parts for dk and dv too: n is no more than the longest has, and each costs a rounding more. The scale
+is rounded and multiplied at the end, and what broadcasting stretched is added before the last rounding.
 
 In float64 every u is twice that of the format, since the reference rounds too. Tensor cores round each sum of a product
 in float64 to nearest, in an order that is not written down, so that D terms cost D roundings there too; the exponential

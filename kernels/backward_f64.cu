@@ -18,18 +18,19 @@
 // Where things lie. An instruction sums its terms in whatever order its operands hold them, if only both agree, and
 // nobody minds which column of s^T is which query. With g = lane / 4 and t = lane % 4, of every 16 queries
 //   - s^T has query 4 n + t + 8 e where an accumulator has column 2t + e, of the first 8 or, n = 1, the others;
-//   - p^T and ds^T, kept in shared memory as lanes hold them, are A operands of dv and dk with terms t, 8 + t, 4 + t and
-//     12 + t, rows of dout and q, which four lanes read together;
+//   - p^T and ds^T, kept in shared memory as lanes hold them, are A operands of dv and dk with terms t, 8 + t, 4 + t
+//     and 12 + t, rows of dout and q, which four lanes read together;
 //   - ds^T, read across, is an A operand of dq with rows g and g + 8, and terms g, that is keys, of either half.
 // All numbers go by 8 bytes to the registers where instructions want them, or by 16 where two are neighbours there. The
 // XOR in offset() lets lanes that load together hit all banks.
 //
 // What limits speed: the tensor cores. On sm_90 a product of 16 x 8 x 16 keeps those of a scheduler for 64 clocks, in
-// which shared memory has 8 numbers for each lane of a warp. At head_dim 128 a product of s, dp or dq reads 6, for each
-// operand from there serves two; of dv and dk 3, for there a left one serves 8 and a right one 2: 24 of 40 for the
-// five. Copies of q and dout, p and ds take 3.5 more. A visit of 64 keys and 32 queries takes 640 products, 10,240
-// clocks on each scheduler. Its exponentials and what belongs to them, some 20 instructions of float64 a pair at 64 a
-// clock, take 640, mostly beside products; and 64 KB of the next rows have 6,000 to arrive in.
+// which shared memory has 8 numbers for each lane of a warp; an A operand takes 8 and a B operand 4. At head_dim 128
+// each serves two products of s and dp, which so read 6; of dq an A operand serves four and a B operand one, 6 again;
+// of dv and dk they serve eight and two, 3. That is 24 of 40 for the five, and copies of q and dout, p and ds take
+// 3.5. A visit of 64 keys and 32 queries takes 640 products, 10,240 clocks of each scheduler. Its exponentials and
+// what belongs to them, some 20 instructions of float64 a pair at 64 a clock, take 640, mostly beside products; and
+// the 64 KB of the next rows have 6,000 to arrive in.
 #include "backward_args.cuh"
 #include "float64.cuh"
 #include "mask.cuh"
@@ -54,7 +55,7 @@ constexpr int DQ_OCTETS = HEAD_DIM / 8 / DQ_MATES;
 static_assert(HEAD_DIM == VALUE_DIM, "VALUE_DIM: that of k, so that both kinds of warps do the same");
 static_assert(HEAD_DIM % 32 == 0, "HEAD_DIM: a multiple of 32");
 static_assert(WARPS % 4 == 0, "WARPS: two of each kind for the same keys");
-static_assert(KEY_ROWS * KEY_WARPS == TILE_K && BLOCKS * 16 == KEY_ROWS, "TILE_K: whole blocks of 16 keys for each pair");
+static_assert(KEY_ROWS * KEY_WARPS == TILE_K && BLOCKS * 16 == KEY_ROWS, "TILE_K: 16 keys for a pair of warps, or 32");
 static_assert(HALF_ROWS % 16 == 0, "TILE_Q: whole steps of 16 queries");
 static_assert(DQ_MATES % 2 == 0 && DQ_OCTETS * 8 * DQ_MATES == HEAD_DIM, "WARPS: as many columns of dq for each");
 static_assert(STAGES == 1, "STAGES: one for q and dout");
@@ -81,7 +82,8 @@ struct alignas(16) Listed {
     int plain;  // whether every row sees every key
 };
 
-struct alignas(16) Fragment {  // 16 keys and 8 queries of p^T or ds^T: a lane's columns 2t and 2t + 1, each of two keys
+// 16 keys and 8 queries of p^T or ds^T: a lane's columns 2t and 2t + 1, each of keys g and g + 8.
+struct alignas(16) Fragment {
     Pair columns[2][WARP];
 };
 constexpr int COLUMN_BYTES = WARP * sizeof(Pair);
@@ -160,7 +162,8 @@ __device__ __forceinline__ void list_visits(const Args& args, const Mask& mask, 
 // Copies ROWS rows of an operand to a tile, all threads together: what lies beyond `columns` or `end` rows is not read
 // and becomes zeros.
 template <int ROWS>
-__device__ __forceinline__ void load_tile(uint32 tile, int first, const char* source, int64 stride, int columns, int end) {
+__device__ __forceinline__ void load_tile(uint32 tile, int first, const char* source, int64 stride, int columns,
+                                          int end) {
     constexpr int CHUNKS = PITCH / 16;
 #pragma unroll 4
     for (int n = fresh_thread_index(); n < ROWS * CHUNKS; n += THREADS) {
@@ -180,11 +183,12 @@ __device__ __forceinline__ void load_rows(const Args& args, uint32 shared, int n
     const Visit visit = listed(shared, n).visit;
     const Work work = load_work(shared);
     const int row = visit.tile * TILE_Q, first = half * HALF_ROWS;
-    load_tile<HALF_ROWS>(shared + QUERY_START, first, work.q + visit.head * args.q_strides.head + row * args.q_strides.row,
-                         args.q_strides.row, args.head_dim, args.queries - row);
-    load_tile<HALF_ROWS>(shared + DOUT_START, first,
-                         work.dout + visit.head * args.dout_strides.head + row * args.dout_strides.row,
-                         args.dout_strides.row, args.value_dim, args.queries - row);
+    auto load = [&](int start, const char* source, const Strides& strides, int columns) {
+        load_tile<HALF_ROWS>(shared + start, first, source + visit.head * strides.head + row * strides.row, strides.row,
+                             columns, args.queries - row);
+    };
+    load(QUERY_START, work.q, args.q_strides, args.head_dim);
+    load(DOUT_START, work.dout, args.dout_strides, args.value_dim);
     constexpr int CHUNKS = TILE_Q * sizeof(double) / 16;
     const int thread = fresh_thread_index();
     if (half == 0 && thread < 2 * CHUNKS) {
@@ -207,10 +211,12 @@ struct GlobalRows {
     }
 };
 // Them, from row `first` on.
-__device__ __forceinline__ GlobalRows global_keys(const Args& args, const Work& work, int first) {
+__device__ __forceinline__ GlobalRows global_keys(const Args& args, uint32 shared, int first = 0) {
+    const Work work = load_work(shared);
     return {work.k + first * args.k_strides.row, args.k_strides.row, args.head_dim, args.keys - work.key - first};
 }
-__device__ __forceinline__ GlobalRows global_values(const Args& args, const Work& work, int first) {
+__device__ __forceinline__ GlobalRows global_values(const Args& args, uint32 shared, int first = 0) {
+    const Work work = load_work(shared);
     return {work.v + first * args.v_strides.row, args.v_strides.row, args.value_dim, args.keys - work.key - first};
 }
 
@@ -394,7 +400,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                lane_index() * sizeof(Pair);
     };
     auto own = [=](int start, int block, int octet, int e) {
-        return fragments(start) + (block * (TILE_Q / 8) + mate() * OCTETS + octet) * sizeof(Fragment) + e * COLUMN_BYTES;
+        const int fragment = block * (TILE_Q / 8) + mate() * OCTETS + octet;
+        return fragments(start) + fragment * sizeof(Fragment) + e * COLUMN_BYTES;
     };
     auto key_rows = [=](int start) { return shared + start + key_warp() * KEY_ROWS * PITCH; };
     auto query_rows = [=](int start) { return shared + start + warp_query() * PITCH; };
@@ -412,8 +419,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 Work work;
                 work.q = args.q + args.q_strides.offset(item.batch0, item.batch1, head);
                 work.dout = args.dout + args.dout_strides.offset(item.batch0, item.batch1, head);
-                work.k = args.k + args.k_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.k_strides.row;
-                work.v = args.v + args.v_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.v_strides.row;
+                auto keys_of = [&](const char* base, const Strides& strides) {
+                    return base + strides.offset(item.batch0, item.batch1, item.key_head) + key * strides.row;
+                };
+                work.k = keys_of(args.k, args.k_strides);
+                work.v = keys_of(args.v, args.v_strides);
                 work.first_tile = (item.batch * args.heads + head) * args.query_tiles;
                 work.index = index;
                 work.visits = item.span.visits;
@@ -425,8 +435,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             if (item.span.visits > 0) {
                 const Work work = load_work(shared);
                 if constexpr (KEYS_SHARED) {
-                    load_tile<TILE_K>(shared + KEY_START, 0, work.k, args.k_strides.row, args.head_dim, args.keys - key);
-                    load_tile<TILE_K>(shared + VALUE_START, 0, work.v, args.v_strides.row, args.value_dim, args.keys - key);
+                    const int keys = args.keys - key;
+                    load_tile<TILE_K>(shared + KEY_START, 0, work.k, args.k_strides.row, args.head_dim, keys);
+                    load_tile<TILE_K>(shared + VALUE_START, 0, work.v, args.v_strides.row, args.value_dim, keys);
                 }
 #pragma unroll
                 for (int half = 0; half < HALVES; ++half) load_rows(args, shared, 0, half);
@@ -449,8 +460,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
             Scores scores = {};
             if (!has_slopes()) {
-                multiply_transposed(scores, key_rows(KEY_START),
-                                    global_keys(args, load_work(shared), key_warp() * KEY_ROWS), query_rows(QUERY_START));
+                const GlobalRows from = global_keys(args, shared, key_warp() * KEY_ROWS);
+                multiply_transposed(scores, key_rows(KEY_START), from, query_rows(QUERY_START));
                 if (n > 0) release(n - 1);  // whose sums have long arrived
                 for_each([&](int block, int octet, int e) {
                     const double lse = number_of(numbers(LSE_START), octet, e);
@@ -478,8 +489,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 bar_arrive(WEIGHTS_THERE, THREADS);
                 bar_sync(AMONG_WEIGHTS, THREADS / 2);
             } else {
-                multiply_transposed(scores, key_rows(VALUE_START),
-                                    global_values(args, load_work(shared), key_warp() * KEY_ROWS), query_rows(DOUT_START));
+                const GlobalRows from = global_values(args, shared, key_warp() * KEY_ROWS);
+                multiply_transposed(scores, key_rows(VALUE_START), from, query_rows(DOUT_START));
                 bar_sync(WEIGHTS_THERE, THREADS);
                 for_each([&](int block, int octet, int e) {
                     const Pair p = load_shared<Pair>(own(WEIGHT_START, block, octet, e));
@@ -517,7 +528,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             auto turns_had = [&] { return load_relaxed(turn_counter(args, shared, n)); };
             int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
             double dq[DQ_OCTETS][4] = {};
-            multiply_slopes(dq, shared, global_keys(args, load_work(shared), 0));
+            multiply_slopes(dq, shared, global_keys(args, shared));
             // Nothing is read that another block has written, so that nothing is to be acquired: memory adds, and has
             // added what came before a counter that it shows.
             while (ORDERED && turns < listed(shared, n).turn) turns = turns_had();

@@ -20,12 +20,12 @@
 // What limits speed: the tensor cores, six products for one. mma.sync reaches some 60 % of the H200's 990 TFLOP/s, so
 // that 100 are the most there can be.
 #include "careful.cuh"
+#include "float32.cuh"
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
 #include "score.cuh"
 #include "softmax.cuh"
-#include "float32.cuh"
 #include "tile.cuh"
 
 namespace cuflash {

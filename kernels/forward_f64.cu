@@ -26,14 +26,15 @@
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
+#include "score.cuh"
 #include "softmax.cuh"
 
 namespace cuflash {
 
 constexpr int THREADS = WARP * WARPS;
 constexpr int ROWS = 16;                          // of a warp
-constexpr int SHARES = WARPS * ROWS / TILE_Q;      // of the columns of out, a warp each
-constexpr int COLUMNS = VALUE_DIM / SHARES;        // of a warp
+constexpr int SHARES = WARPS * ROWS / TILE_Q;     // of the columns of out, a warp each
+constexpr int COLUMNS = VALUE_DIM / SHARES;       // of a warp
 constexpr int K = HEAD_DIM < 16 ? HEAD_DIM : 16;  // terms of one instruction in q k^T
 
 static_assert(WARPS * ROWS == TILE_Q * SHARES, "TILE_Q: 16 rows for every warp, or every two");
@@ -85,7 +86,8 @@ __device__ __forceinline__ Dense locate(const Args& args) {
 
 using Scores = double[TILE_K / 8][4];
 using Out = double[COLUMNS / 8][4];
-using Rows = SoftmaxRow<double>[2];
+using Rows = SoftmaxRow<double>[2];  // of a thread: lane / 4 of the warp's, and 8 below it
+using Score = ScaledBy<double>;
 
 // scores = q k^T. `queries` and `keys` are the addresses of the lane's first terms.
 __device__ __forceinline__ void multiply_transposed(Scores& scores, uint32 queries, uint32 keys) {
@@ -137,7 +139,7 @@ __device__ __forceinline__ void hide(Scores& scores, const Mask& mask, int pack,
 }
 
 // Raises the rows' references to what this tile needs; out is rescaled where, rarely, one has moved.
-__device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores, double scale) {
+__device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores, const Score& score) {
     double factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -149,7 +151,7 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
         }
         top = maximum(top, shuffle_xor(top, 1));
         top = maximum(top, shuffle_xor(top, 2));
-        factor[half] = rows[half].raise(top * scale);
+        factor[half] = rows[half].raise(top * score.factor());
     }
     if (!any(factor[0] != 1 || factor[1] != 1)) return;
 #pragma unroll
@@ -162,7 +164,8 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
 // weights = exp(scores - reference), 16 keys at a time, summed and at once multiplied with v: the exponentials of the
 // next 16 keys run while the tensor cores work on these. `values` is the address of the lane's first: column g of the
 // warp's, key 2t.
-__device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& scores, double scale, uint32 values) {
+__device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& scores, const Score& score,
+                                           uint32 values) {
 #pragma unroll
     for (int step = 0; step < TILE_K / 16; ++step) {
         double a[8];
@@ -171,8 +174,8 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
 #pragma unroll
             for (int n = 0; n < 4; n += 2) {  // terms n and n + 1: neighbours among 8 keys
                 const double(&s)[4] = scores[2 * step + n / 2];
-                const double low = exp2_of(fused_multiply_add(s[2 * half], scale, -rows[half].shift()));
-                const double high = exp2_of(fused_multiply_add(s[2 * half + 1], scale, -rows[half].shift()));
+                const double low = exp2_of(fused_multiply_add(s[2 * half], score.factor(), -rows[half].shift()));
+                const double high = exp2_of(fused_multiply_add(s[2 * half + 1], score.factor(), -rows[half].shift()));
                 rows[half].sum += low + high;
                 a[2 * n + half] = low;
                 a[2 * n + 2 + half] = high;
@@ -241,9 +244,9 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
             suspects[half] &= ~(0xfu << (4 * quad));
             const int r = 8 * half + quad, i = place.query(warp_row + r);
             careful_row<Element>(args, place.row(args.q, args.q_strides, warp_row + r),
-                        args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group),
-                        args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group), out_row(r),
-                        lse_of(r), mask.first_key(i), mask.end_key(i));
+                                 args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group),
+                                 args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group),
+                                 out_row(r), lse_of(r), mask.first_key(i), mask.end_key(i));
         }
     }
 }
@@ -310,6 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     cuflash_forward_f64(const __grid_constant__ Args args) {
     const uint32 shared = shared_memory();
     const Mask mask(args.keys, args.first_shift, args.end_shift);
+    const Score score{args.scale_log2};
     auto load_keys = [&](const Facts& facts, int key) {
         load_tile<HEAD_DIM, KEY_PITCH>(shared + KEY_START, facts.k + key * args.k_strides.row, args.k_strides.row,
                                        args.head_dim, facts.first_key - key, facts.end_key - key);
@@ -360,13 +364,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             if (key < mask.first_key(bottom) || key + TILE_K > mask.end_key(top)) {
                 hide(scores, mask, args.pack, warp_row, key);
             }
-            raise(rows, out, scores, args.scale_log2);
+            raise(rows, out, scores, score);
         }
         cp_async_wait_group<0>();
         sync_threads();  // the values are here for all warps, and all have left the keys
         if (key > first) load_keys(load_shared<Facts>(shared + FACTS_START), key - TILE_K);
         cp_async_commit_group();
-        if (seen) accumulate(rows, out, scores, args.scale_log2, values());
+        if (seen) accumulate(rows, out, scores, score, values());
     }
     store(args, mask, out, rows, warp_row, first_column());
 }

@@ -7,9 +7,11 @@ namespace cuflash {
 
 // scale * q . k. The factor, times log2 e, goes into the exponent's fused multiply-add: a positive factor commutes
 // with the maximum, and the planner sees to it that the factor is positive.
-struct Scaled {
-    float scale_log2;
-    __device__ __forceinline__ float factor() const { return scale_log2; }
+template <typename Real>
+struct ScaledBy {
+    Real scale_log2;
+    __device__ __forceinline__ Real factor() const { return scale_log2; }
 };
+using Scaled = ScaledBy<float>;
 
 }  // namespace cuflash

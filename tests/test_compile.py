@@ -35,8 +35,7 @@ def jobs():
         yield variant, int("".join(map(str, limits.capability)))
     for a, limits in enumerate(others):
         dtypes = [NARROW[(a + p) % 2] for p in range(len(PAIRS))]
-        pairs = [_plan.backward_dims(*pair) for pair in PAIRS]
-        chosen = [_plan.backward_variant(dtype, *pair, limits) for dtype, pair in zip(dtypes, pairs, strict=True)]
+        chosen = [_plan.backward_variant(dtype, *pair, limits) for dtype, pair in zip(dtypes, PAIRS, strict=True)]
         dims = [(dim, rows) for dim in _plan.DECODE_TILES for rows in (1, 17)]
         chosen += {_plan.decode_variant(dtypes[0], dim, limits, rows): None for dim, rows in dims}
         chosen += [_plan.decode_8bit_variant(kind, dim, limits) for kind in FORMATS for dim in _plan.DECODE_8BIT_TILES]
@@ -44,9 +43,9 @@ def jobs():
         chosen += [_plan.forward_variant("float64", "full", *pair, limits) for pair in _plan.FLOAT64_TILES]
         chosen += [_plan.float32_backward_variant(dim, dim, limits) for dim in _plan.FLOAT32_BACKWARD_TILES]
         chosen += [_plan.float64_backward_variant(dim, dim, limits) for dim in _plan.FLOAT64_BACKWARD_DIMS]
+        chosen += [make(dtypes[0]) for make in (_plan.append_variant, _plan.rows_variant, _plan.finish_variant)]
         around = (_plan.rows_variant, _plan.finish_variant)
-        chosen += [make(dtype) for dtype in (dtypes[0], "float32", "float64") for make in around]
-        chosen += [_plan.append_variant(dtypes[0])]
+        chosen += [make(dtype) for dtype in ("float32", "float64") for make in around]
         for variant in chosen:
             yield variant, int("".join(map(str, limits.capability)))
 

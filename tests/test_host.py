@@ -1121,8 +1121,8 @@ def test_float64_pads_to_what_its_instructions_take(limits):
         variant = _plan.forward_variant("float64", "full", *padded, limits)
         assert (variant.head_dim, variant.value_dim, variant.kernel) == (*padded, "forward_f64")
         assert variant.tall_products == (limits.capability >= (9, 0))
-        parts = 16 * variant.warps // variant.tile_q
-        assert variant.tile_q >= 16 and parts == (2 if variant.value_dim > 128 else 1)
+        shares = 16 * variant.warps // variant.tile_q  # warps that share rows
+        assert variant.tile_q >= 16 and shares == (2 if variant.value_dim > 128 else 1)
         assert {_plan.forward_variant("float64", mask, *padded, limits) for mask in _masks.MASKS} == {variant}
 
 
@@ -1305,7 +1305,8 @@ def planned_backward(q, k, v, limits=HOPPER, engine=None, **keywords):
 @settings(max_examples=300)
 @given(
     st.integers(1, 256), st.integers(0, 256), st.sampled_from(_plan.GPU_DTYPES["backward"]),
-    st.sampled_from((False, True)), st.sampled_from((None, (3, 3))), st.integers(1, 2000), st.integers(1, 2000), st.sampled_from((None, "portable")),
+    st.sampled_from((False, True)), st.sampled_from((None, (3, 3))), st.integers(1, 2000), st.integers(1, 2000),
+    st.sampled_from((None, "portable")),
 )  # fmt: skip
 def test_every_plan_of_backward_asks_for_listed_variants(
     limits, head_dim, value_dim, dtype, causal, window, queries, keys, engine
@@ -1363,7 +1364,8 @@ def test_tiles_of_backward_in_float64():
     """Where shared memory is small tiles are; where it has no room for keys they stay in global memory."""
     for capability, dim, tiles in (
         ((9, 0), 32, (64, 64, 1)), ((9, 0), 128, (32, 64, 1)), ((9, 0), 256, (16, 32, 1)), ((8, 0), 128, (32, 32, 1)),
-        ((8, 0), 256, (16, 16, 1)), ((8, 6), 128, (16, 16, 1)), ((8, 6), 256, (16, 16, 0)),
+        ((9, 0), 192, (32, 32, 1)), ((8, 0), 192, (16, 32, 1)), ((8, 0), 256, (16, 16, 1)),
+        ((8, 6), 96, (16, 16, 1)), ((8, 6), 128, (16, 16, 1)), ((8, 6), 192, (16, 16, 0)), ((8, 6), 256, (16, 16, 0)),
     ):  # fmt: skip
         limits = _plan.KNOWN[capability]
         variant = _plan.float64_backward_variant(dim, dim // 2, limits)

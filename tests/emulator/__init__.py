@@ -25,6 +25,7 @@ from unittest import mock
 import numpy as np
 
 from cuflash import _launch, _plan, _problem
+from cuflash._dtypes import ELEMENTS
 
 from . import tensor_map
 
@@ -333,7 +334,7 @@ class Emulator:
         problems = [_problem.forward(q, k, v, return_lse=False, out=None, **given)]
         if backward:
             out = np.empty(problems[0].out_shape, q.dtype)
-            lse = np.empty(problems[0].lse_shape, np.float32)
+            lse = np.empty(problems[0].lse_shape, ELEMENTS[problems[0].dtype].lse)
             problems.append(_problem.backward(out, q, k, v, out, lse, dlse=None, grads=None, **given))
         for problem in problems:
             for step in self.plan(problem).steps:

@@ -188,6 +188,11 @@ def in_backward(name, old, new, recipe, check=testing.check_gradient_bound, file
     return Mutation(name, file, old, new, recipe, check, **more)
 
 
+def in_gradients64(name, old, new, recipe, check=testing.check_gradient_bound, **more):
+    """A mistake in the main kernel of gradients in float64."""
+    return in_backward(f"float64_{name}", old, new, recipe, check, file="backward_f64.cu", **more)
+
+
 def in_backward_dq(name, old, new, recipe, **more):
     """A mistake in Hopper's kernel of dq alone."""
     return in_backward(name, old, new, recipe, file="backward_dq_sm90.cu", engine="sm90", **more)
@@ -229,6 +234,11 @@ ROUND = replace(LONG, queries=200, keys=400, causal=False)
 SHARED_KEYS = replace(GRADIENT, head_dim=72, value_dim=100, keys=150)
 VISITED = replace(GRADIENT, heads=18, queries=70, keys=70)
 THREE_HEADS = replace(GRADIENT, heads=3, key_heads=3)
+
+# float64: three tiles of keys and of queries, five of each, one key a row.
+GRADIENT64 = replace(GRADIENT, dtype="float64")
+LONG64 = replace(LONG, dtype="float64")
+SLIDING64 = replace(SLIDING, dtype="float64")
 
 # On Hopper: three tiles of keys and of queries; the same seen whole, and in part; columns of dq in two panels; roles.
 HOPPER_GRADIENT = replace(GRADIENT, queries=300, keys=300, head_dim=64, value_dim=64)
@@ -640,6 +650,15 @@ MUTATIONS = (
         "rows_beyond_the_last_written", "if (!inside || d >= args.value_dim) continue;",
         "if (d >= args.value_dim) continue;", FLOAT32,
     ),
+    # float32 and float64: rows again
+    in_float32(
+        "weights_of_all_lanes_summed", "if (!WIDE || j % WARP == lane) row.sum", "row.sum", FLOAT32,
+        check=testing.check_hidden_keys_may_hold_anything, file="careful.cuh",
+    ),
+    in_float64(
+        "keys_of_short_sums_left_out", "start += ADDED)", "start += ADDED + 1)", replace(FLOAT64, seed=120),
+        check=testing.check_hidden_keys_may_hold_anything, file="careful.cuh",
+    ),
     # float64
     in_float64(
         "barrier_before_keys_removed",
@@ -730,13 +749,13 @@ MUTATIONS = (
     ),
     in_backward(
         "dq_of_other_rows",
-        "low = sum[m].x[2 * half] * args.scale, high = sum[m].x[2 * half + 1] * args.scale;",
-        "low = sum[m].x[2 - 2 * half] * args.scale, high = sum[m].x[3 - 2 * half] * args.scale;", GRADIENT,
+        "{sum[m].x[2 * half] * args.scale, sum[m].x[2 * half + 1] * args.scale};",
+        "{sum[m].x[2 - 2 * half] * args.scale, sum[m].x[3 - 2 * half] * args.scale};", GRADIENT,
         file="backward_finish.cu",
     ),
     in_backward(
-        "dq_scaled_in_every_second_column", "high = sum[m].x[2 * half + 1] * args.scale;",
-        "high = sum[m].x[2 * half + 1];", GRADIENT, file="backward_finish.cu",
+        "dq_scaled_in_every_second_column", "sum[m].x[2 * half + 1] * args.scale};", "sum[m].x[2 * half + 1]};",
+        GRADIENT, file="backward_finish.cu",
     ),
     in_backward(
         "chunks_of_dq_swapped_in_a_quad", "shuffle_xor(high ? low_pair[n] : high_pair[n], 2);",
@@ -827,6 +846,35 @@ MUTATIONS = (
     in_backward(
         "spoilt_keys_not_flagged", "if (finite != 0.0f) store_global(suspect, 1);", "", GRADIENT,
         testing.check_unseen_have_zero_gradient,
+    ),
+    # Gradients in float64
+    in_gradients64(
+        "barrier_before_a_visit_removed",
+        "sync_threads();  // the tiles are here for all warps, and all have left what is filled next", "", LONG64,
+    ),
+    in_gradients64(
+        "visit_waits_one_group_short", "cp_async_wait_group<0>();\n            sync_threads();  // the tiles are",
+        "cp_async_wait_group<1>();\n            sync_threads();  // the tiles are", LONG64,
+    ),
+    in_gradients64("rows_filled_while_they_are_read", "sync_threads();  // all have left these rows", "", LONG64),
+    in_gradients64("weights_of_the_other_kind_not_awaited", "bar_sync(WEIGHTS_THERE, THREADS);", "", LONG64),
+    in_gradients64("weights_of_the_mate_not_awaited", "bar_sync(AMONG_WEIGHTS, THREADS / 2);", "", LONG64),
+    in_gradients64("slopes_of_the_mate_not_awaited", "bar_sync(AMONG_SLOPES, THREADS / 2);", "", LONG64),
+    in_gradients64("first_sums_added", "listed(shared, n).turn == 0", "listed(shared, n).turn == 1", LONG64),
+    in_gradients64(
+        "turn_not_awaited", "while (ORDERED && turns < listed(shared, n).turn) turns = turns_had();", "", LONG64,
+        blocks=3,
+    ),
+    in_gradients64("keys_of_dq_mixed_up", "key = t / 2 + t % 2 * 8;", "key = t / 2 * 8 + t % 2;", GRADIENT64),
+    in_gradients64("columns_of_the_mate", "column = mate() * 8 +", "column = (1 - mate()) * 8 +", GRADIENT64),
+    in_gradients64("one_query_too_far", "query < end[key];", "query <= end[key];", SLIDING64),
+    in_gradients64("keys_beyond_the_last", "if (r >= keys) continue;", "", GRADIENT64),
+    in_gradients64(
+        "spoilt_keys_not_flagged", "if (finite != 0) store_global(suspect, 1);", "", GRADIENT64,
+        testing.check_unseen_have_zero_gradient,
+    ),
+    in_gradients64(
+        "hidden_weights_seen", "x = is_seen(block, octet, e, half) ? at_most : -INFINITE;", "x = at_most;", LONG64,
     ),
     # Gradients on Hopper: fences
     in_backward_sm90(
