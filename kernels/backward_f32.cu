@@ -95,17 +95,13 @@ using Operands = Parts[QUERIES / 16];  // the same, split: A operands
 using KeySums = float[HEAD_DIM / 8 / COLUMN_PARTS][4];
 using ValueSums = float[VALUE_DIM / 8 / COLUMN_PARTS][4];
 
-// Splits rows of an operand into a tile, some at a time; `source` is the address of row 0, rows outside [first, end) are 0.
+// Splits rows of an operand into a tile; `source` is the address of row 0, rows outside [first, end) are 0.
 template <int TILE_ROWS, int COLUMNS>
 __device__ __forceinline__ void load_tile(uint32 base, const char* source, int64 stride, int columns, int first,
                                           int end) {
-    constexpr int PIECE = SplitCopy<TILE_ROWS, TILE_ROWS, COLUMNS, THREADS>::ROW_STEP;
-#pragma unroll 1
-    for (int row = 0; row < TILE_ROWS; row += PIECE) {
-        SplitCopy<PIECE, TILE_ROWS, COLUMNS, THREADS> numbers;
-        numbers.load(source + row * stride, stride, columns, first - row, end - row);
-        numbers.store(base, row);
-    }
+    SplitCopy<TILE_ROWS, TILE_ROWS, COLUMNS, THREADS> numbers;
+    numbers.load(source, stride, columns, first, end);
+    numbers.store(base);
 }
 
 // What the rows of a visit bring along, beside their tiles.
