@@ -189,6 +189,11 @@ def _precise_variant(dtype, head_dim, value_dim, limits):
         dims = float64_dims(head_dim, value_dim)
         tall = int(limits.capability >= (9, 0))
         choices = [_float64_variant(*dims, *tile, tall) for tile in FLOAT64_TILES[dims]]
+    return _first_that_fits(choices, limits)
+
+
+def _first_that_fits(choices, limits):
+    """The first variant whose blocks a multiprocessor has shared memory for, else the last."""
     room = limits.shared_bytes + 1024  # the system keeps 1 KB a block
     return next((each for each in choices if each.blocks_per_sm * (each.shared_bytes + 1024) <= room), choices[-1])
 
@@ -469,16 +474,18 @@ def float32_backward_dims(head_dim, value_dim):
 def float32_backward_variant(head_dim, value_dim, limits):
     """The portable engine's main kernel of backward in float32, for head dims as given."""
     dim, _ = float32_backward_dims(head_dim, value_dim)
-    for tile_q, tile_k, warps, blocks in FLOAT32_BACKWARD_TILES[dim]:
-        shared = 12 * dim * (tile_q + tile_k)  # three parts each of q, dout, k and v
-        shared += 6 * tile_q * tile_k  # and of ds
-        shared += 8 * tile_q + 64 * 16 + 80  # numbers of rows, visits, what a block works on
-        if blocks * (shared + 1024) <= limits.shared_bytes + 1024:
-            break
+    vectors = int(limits.capability >= (9, 0))
+    choices = [_float32_backward_variant(dim, *tile, vectors) for tile in FLOAT32_BACKWARD_TILES[dim]]
+    return _first_that_fits(choices, limits)
+
+
+def _float32_backward_variant(dim, tile_q, tile_k, warps, blocks, vectors):
+    shared = 12 * dim * (tile_q + tile_k)  # three parts each of q, dout, k and v
+    shared += 6 * tile_q * tile_k  # and of ds
+    shared += 8 * tile_q + 64 * 16 + 80  # numbers of rows, visits, what a block works on
     return Variant(
-        "backward_f32", "float32", "window", dim, dim, tile_q, tile_k, warps, blocks, 2, shared,
-        vector_adds=int(limits.capability >= (9, 0)),
-    )  # fmt: skip
+        "backward_f32", "float32", "window", dim, dim, tile_q, tile_k, warps, blocks, 2, shared, vector_adds=vectors
+    )
 
 
 # Tiles of backward's main kernel in float64: tile_q, tile_k, warps, whether k and v lie in shared memory. The first
@@ -506,7 +513,7 @@ def float64_backward_variant(head_dim, value_dim, limits):
     tall = int(limits.capability >= (9, 0))
     choices = [_float64_backward_variant(dim, *tile, tall) for tile in FLOAT64_BACKWARD_TILES]
     fitting = [each for each in choices if each.shared_bytes <= limits.shared_bytes]
-    return next(each for each in fitting if each.tile_q * dim % (16 * 8 * each.warps) == 0)  # parts of dq, for each warp
+    return next(each for each in fitting if each.tile_q * dim % (16 * 8 * each.warps) == 0)  # parts of dq for each warp
 
 
 def _float64_backward_variant(dim, tile_q, tile_k, warps, keys_shared, tall):
@@ -553,8 +560,8 @@ def rows_variant(dtype):
 
 def finish_variant(dtype):
     """The kernel of backward that goes behind: as many rows of dq a block as the main kernel keeps together."""
-    rows = 16 if dtype in ("float32", "float64") else 64
-    return Variant("backward_finish", dtype, "window", 256, 256, rows, 64, rows // 16, 320 // rows, 1, 0)
+    rows, blocks = {"float32": (16, 16), "float64": (16, 20)}.get(dtype, (64, 5))
+    return Variant("backward_finish", dtype, "window", 256, 256, rows, 64, rows // 16, blocks, 1, 0)
 
 
 # Forward --------------------------------------------------------------------------------------------------------

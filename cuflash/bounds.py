@@ -74,8 +74,8 @@ all that follows is, or in float64; out being known to its own bound), ``ds = p 
 (B + C + 4 u |...|) + (error of p) |...|``, where p is not rounded yet. P and dS are rounded, each once, where they meet
 the next product in 16 bits, and in float16 may underflow; a dS beyond the format makes the bound infinite. Errors pass
 through the last products linearly. Their sums take n terms and cost n roundings in any order: over the keys for dq, of
-which each tile makes a part and parts are added; over the rows of all heads of a group for dk and dv. Those of split
-numbers are made of parts for dk and dv too: n is no more than the longest has, and each costs a rounding more. The scale
+which each tile makes a part and parts are added; over the rows of all heads of a group for dk and dv. Of split numbers
+tiles make parts of dk and dv too, so that n is no more than the longest has, and each costs a rounding more. The scale
 is rounded and multiplied at the end, and what broadcasting stretched is added before the last rounding.
 
 In float64 every u is twice that of the format, since the reference rounds too. Tensor cores round each sum of a product

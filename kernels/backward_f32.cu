@@ -6,22 +6,23 @@
 // The algorithm is that of backward.cu: a block owns TILE_K keys of a key head at a time and visits the tiles of TILE_Q
 // query rows that see some of them; scores are computed transposed, so that p^T and ds^T leave the tensor cores as A
 // operands of dv and dk. Every number is split into three bfloat16 and every product into six, see float32.cuh: k and v
-// once an item, q and dout once a visit, when they come; p and ds in registers. The parts of ds go through shared memory
-// for dq, which needs those of all keys.
+// once an item, q and dout once a visit, when they come, p and ds in registers. The parts of ds go through shared
+// memory for dq, which needs those of all keys. Floats of the next dout wait in registers while dv is computed, those
+// of the next q while dk is: where they go others lie until then, and there is no room beside.
 //
-// A warp owns 16 keys and, of the queries of a tile, those of its part; of those it has dk and dv in sums of its own,
-// which are added when the item ends. So p never leaves its registers. Where sums of all columns are too many for them,
-// warps share columns instead, and compute the same scores.
+// A warp owns 16 keys and, of the queries of a tile, those of its part; of these it has sums of dk and dv of its own,
+// which join its mate's when the item ends. So p never leaves its registers. Where sums of all columns are too many for
+// them warps share columns instead, and compute the same scores.
 //
 // A tensor core cuts what it adds, so that long sums drift: the products of a visit meet in a sum that begins at zero,
-// and that is added to dk, dv and dq by an addition that rounds.
+// and that is added to dk, dv or dq by an addition that rounds.
 //
 // What limits speed: the tensor cores, six products for one. mma.sync reaches some 60 % of the H200's 990 TFLOP/s, 1.6
-// clocks for each 16 x 8 x 16, so that 100 are the most there can be. Shared memory comes next: at head_dim 128 a visit
-// of 64 x 64 takes 7,680 products, 12,300 clocks. A warp reads 3 A and 6 B operands, of 512 bytes or 4 clocks each, for
-// the 24 products of a step of q k^T and of dout v^T, 3 B for 12 of dv and dk, 3 A and 12 B for 48 of dq: 9,600 clocks
-// for 8 warps, and 1,000 to write q, dout and ds. Registers bind the tile of a warp, and shared memory that of a block:
-// 6 bytes for each number of k, v, q, dout and ds, 216 KB.
+// clocks for each 16 x 8 x 16, so that 100 are the most there can be. Shared memory is close behind, and registers hold
+// the tiles of warps small: at head_dim 128 a visit of 64 x 64 takes 7,680 products, 12,300 clocks. Of operands that
+// take 4 clocks each a warp reads 9 for the 24 products of a step of q k^T, of dout v^T and of dq, 3 for 12 of dv and
+// dk, 318 in all: 10,200 clocks for 8 warps, and 1,000 to write q, dout and ds. The five products have 6 bytes for each
+// number of k, v, q, dout and ds in shared memory, 216 KB.
 #include "agenda.cuh"
 #include "backward_args.cuh"
 #include "float32.cuh"
@@ -35,11 +36,11 @@ namespace cuflash {
 constexpr int THREADS = WARP * WARPS;
 constexpr int ROWS = 16;  // keys of one warp
 constexpr int KEY_WARPS = TILE_K / ROWS;
-constexpr int MATES = WARPS / KEY_WARPS;                                          // warps that own the same keys
-constexpr int QUERY_PARTS = MATES < TILE_Q / ROWS ? MATES : TILE_Q / ROWS;        // that have queries of their own
-constexpr int COLUMN_PARTS = MATES / QUERY_PARTS;                                 // that have columns of their own
-constexpr int PART = TILE_Q / QUERY_PARTS;                                        // queries of a warp
-constexpr int QUERIES = PART < 32 ? PART : 32;                                    // whose scores it has at a time
+constexpr int MATES = WARPS / KEY_WARPS;                                    // warps that own the same keys
+constexpr int QUERY_PARTS = MATES < TILE_Q / ROWS ? MATES : TILE_Q / ROWS;  // that have other queries
+constexpr int COLUMN_PARTS = MATES / QUERY_PARTS;                           // that have other columns of dk and dv
+constexpr int PART = TILE_Q / QUERY_PARTS;                                  // queries of a warp
+constexpr int QUERIES = PART < 32 ? PART : 32;                              // whose scores it has at a time
 constexpr int PIECES = PART / QUERIES;
 
 static_assert(TILE_K % ROWS == 0 && WARPS % KEY_WARPS == 0, "TILE_K, WARPS: as many warps for each 16 keys");
@@ -193,8 +194,8 @@ __device__ __forceinline__ void load_operands(Operands& operands, uint32 lane) {
     }
 }
 
-// A operands for multiply_columns: a warp's own, in its registers; ds of 16 queries, of which a lane's first of the first
-// 16 keys are at `lane`.
+// A operands for multiply_columns: a warp's own, in its registers; 16 rows of ds, `lane` being where a lane finds those
+// of the first 16 keys.
 struct OwnOperands {
     const Operands& operands;
     __device__ __forceinline__ void operator()(Parts& a, int step) const {
@@ -217,16 +218,16 @@ struct SlopeOperands {
 
 // sums (16 x this warp's columns) += a (16 x QUERIES) b, b the rows of a tile that begin where `lane` is; columns from
 // `columns` on are left out.
-template <typename B, int COLUMNS, typename LoadA>
-__device__ __forceinline__ void add_product(float (&sums)[COLUMNS][4], LoadA load_a, uint32 lane, int columns) {
-    constexpr int GROUP = 4;
+template <typename B, int COLUMNS>
+__device__ __forceinline__ void add_product(float (&sums)[COLUMNS][4], const Operands& a, uint32 lane, int columns) {
+    constexpr int GROUP = 4;  // 32 columns. Without a branch between, the compiler reads ahead more than registers hold
 #pragma unroll
     for (int first = 0; first < COLUMNS; first += GROUP) {
         if (first * 8 * COLUMN_PARTS >= columns) continue;
 #pragma unroll
         for (int n = first; n < first + GROUP && n < COLUMNS; n += 2) {
             float sum[2][4];
-            multiply_columns<B, QUERIES / 16, 2>(sum, load_a, B::Shape::step(lane, 0, n * COLUMN_PARTS));
+            multiply_columns<B, QUERIES / 16, 2>(sum, OwnOperands{a}, B::Shape::step(lane, 0, n * COLUMN_PARTS));
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -383,7 +384,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             for (int piece = 0; piece < PIECES; ++piece) {
                 auto query = [&] { return query_part() * PART + piece * QUERIES; };
                 const bool last = piece == PIECES - 1;
-                auto rows = [&] { return shared + ROW_START + (query() + lane_index() % 4 * 2) * sizeof(float); };
+                auto query_rows = [&] { return shared + QUERY_START + query() * QueryTile::Shape::PITCH; };
+                auto dout_rows = [&] { return shared + DOUT_START + query() * DoutTile::Shape::PITCH; };
+                auto slopes = [&] { return shared + SLOPE_START + key_row() * SlopeTile::Shape::PITCH; };
+                auto numbers = [&] { return shared + ROW_START + (query() + lane_index() % 4 * 2) * sizeof(float); };
                 auto plain = [&] { return agenda.listed(visit(0)).plain; };
                 auto seen = [&] {
                     return Seen(args, mask, agenda.work().key + key_row(),
@@ -391,9 +395,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 };
                 Scores p, ds;
                 multiply_rows<KeyTile, QueryTile>(p, shared + KEY_START + key_row() * KeyTile::Shape::PITCH,
-                                                  shared + QUERY_START + query() * QueryTile::Shape::PITCH, args.head_dim);
+                                                  query_rows(), args.head_dim);
                 {
-                    const Columns lse(rows());
+                    const Columns lse(numbers());
                     for_each([&](int n, int e) { p[n][e] = fused_multiply_add(p[n][e], args.scale_log2, -lse(n, e)); });
                 }
                 if (!plain()) {  // hidden: p = 0; and no p above 1, of a coarse lse, but NaN stays NaN
@@ -407,9 +411,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 if (visit(0) > 0 && piece == 0) release(visit(0) - 1);  // whose sums have long arrived
 
                 multiply_rows<ValueTile, DoutTile>(ds, shared + VALUE_START + key_row() * ValueTile::Shape::PITCH,
-                                                   shared + DOUT_START + query() * DoutTile::Shape::PITCH, args.value_dim);
+                                                   dout_rows(), args.value_dim);
                 {
-                    const Columns delta(rows() + TILE_Q * sizeof(float));
+                    const Columns delta(numbers() + TILE_Q * sizeof(float));
                     for_each([&](int n, int e) { ds[n][e] = p[n][e] * (ds[n][e] - delta(n, e)); });
                 }
                 if (!plain()) {  // hidden: ds = 0, whatever the product
@@ -419,14 +423,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 Operands parts;
                 split_operands(parts, ds);
                 if (column_part() == 0) {  // others have the same
-                    store_operands(shared + SLOPE_START + key_row() * SlopeTile::Shape::PITCH +
-                                       lane_of_pair<TILE_Q>(query() / 8), parts);
+                    store_operands(slopes() + lane_of_pair<TILE_Q>(query() / 8), parts);
                 }
                 split_operands(parts, p);
                 if (last && more()) of_douts(visit(0) + 1, [&](auto... rows) { douts.load(rows...); });
-                add_product<DoutTile>(dv, OwnOperands{parts},
-                                      shared + DOUT_START + query() * DoutTile::Shape::PITCH +
-                                          lane_of_a<VALUE_DIM>(2 * column_part()), args.value_dim);
+                add_product<DoutTile>(dv, parts, dout_rows() + lane_of_a<VALUE_DIM>(2 * column_part()), args.value_dim);
                 if (last || COLUMN_PARTS > 1) {
                     sync_threads();  // all have left dout, and ds^T is here
                 } else {
@@ -436,10 +437,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     douts.store(shared + DOUT_START);
                     of_queries(visit(0) + 1, [&](auto... rows) { queries.load(rows...); });
                 }
-                load_operands(parts, shared + SLOPE_START + key_row() * SlopeTile::Shape::PITCH +
-                                       lane_of_a<TILE_Q>(query() / 8));
-                add_product<QueryTile>(dk, OwnOperands{parts}, shared + QUERY_START + query() * QueryTile::Shape::PITCH +
-                                                      lane_of_a<HEAD_DIM>(2 * column_part()), args.head_dim);
+                load_operands(parts, slopes() + lane_of_a<TILE_Q>(query() / 8));
+                add_product<QueryTile>(dk, parts, query_rows() + lane_of_a<HEAD_DIM>(2 * column_part()), args.head_dim);
             }
             sync_threads();  // all have left q
 
@@ -451,9 +450,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             {
                 const int dq_mate = warp_index() % DQ_MATES, dq_row = warp_index() / DQ_MATES * ROWS;
                 const SlopeOperands slopes{shared + SLOPE_START + lane_of_b<TILE_Q>(dq_row / 8)};
-                const int64 row = static_cast<int64>(agenda.tile_of(args, agenda.listed(visit(1)).visit)) * TILE_Q + dq_row;
-                char* to = args.dq_sum + row * (HEAD_DIM * sizeof(float)) + 2 * dq_mate * SUM_BYTES +
-                           lane_index() * SUM_LANE;
+                const int64 tile = agenda.tile_of(args, agenda.listed(visit(1)).visit);
+                char* to = args.dq_sum + (tile * TILE_Q + dq_row) * (HEAD_DIM * sizeof(float)) +
+                           2 * dq_mate * SUM_BYTES + lane_index() * SUM_LANE;
                 auto turns_had = [&] { return load_relaxed(agenda.counter(args, uniform(visit(1)))); };
                 int turns = ORDERED ? turns_had() : 1;  // is back before the first product ends
                 const bool first = ORDERED && agenda.listed(visit(1)).turn == 0;
@@ -465,8 +464,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         multiply_columns<KeyTile, TILE_K / 16, 2 * DQ_MATES>(
                             sum, slopes, KeyTile::Shape::step(lane, 0, n * DQ_MATES));
                     }
-                    // Nothing is read that another block has written, so that nothing is to be acquired: memory adds, and
-                    // has added what came before a counter that it shows.
+                    // Nothing is read that another block has written, so that nothing is to be acquired: memory adds,
+                    // and has added what came before a counter that it shows.
                     while (ORDERED && turns < agenda.listed(visit(1)).turn) turns = turns_had();
 #pragma unroll
                     for (int m = 0; m < DQ_TOGETHER; ++m) {

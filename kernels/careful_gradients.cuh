@@ -26,27 +26,15 @@ __device__ __forceinline__ Real dot(const char* a, const char* b, int columns) {
 }
 
 // A row of a gradient in the making, every 32nd number a lane's. Registers are for these alone: the kernel beside which
-// this lies wants few, and rows are read again as often as it takes. The terms of ADDED pairs are added before they join
-// the others: long sums lose more than the products of tiles do.
-constexpr int ADDED = 64;
-
+// this lies wants few, and rows are read again as often as it takes.
 struct RowSum {
-    Real x[ROW_NUMBERS] = {}, part[ROW_NUMBERS] = {};
+    Real x[ROW_NUMBERS] = {};
 
     __device__ __forceinline__ void add(Real factor, const char* row, int columns) {
 #pragma unroll
         for (int n = 0; n < ROW_NUMBERS; ++n) {
             const int d = n * WARP + lane_index();
-            if (d < columns) part[n] = fused_multiply_add(factor, RowOf<Element>{row}(d), part[n]);
-        }
-    }
-    // After the n-th pair, and after the last.
-    __device__ __forceinline__ void join(int n = ADDED - 1) {
-        if (n % ADDED != ADDED - 1) return;
-#pragma unroll
-        for (int n = 0; n < ROW_NUMBERS; ++n) {
-            x[n] += part[n];
-            part[n] = 0;
+            if (d < columns) x[n] = fused_multiply_add(factor, RowOf<Element>{row}(d), x[n]);
         }
     }
     __device__ __forceinline__ void store(char* row, int columns, bool wide, Real factor) const {
@@ -61,6 +49,37 @@ struct RowSum {
             }
         }
     }
+    __device__ __forceinline__ void join(int) {}
+    __device__ __forceinline__ void join() {}
+};
+
+// The same of float32: terms of ADDED pairs are added before they join the others, as those of tiles are, since long sums
+// lose more. join(n) comes after the n-th pair, join() after the last.
+struct RowOfShortSums {
+    static constexpr int ADDED = 64;
+    RowSum sum, part;
+
+    __device__ __forceinline__ void add(float factor, const char* row, int columns) { part.add(factor, row, columns); }
+    __device__ __forceinline__ void join(int n) {
+        if (n % ADDED == ADDED - 1) join();
+    }
+    __device__ __forceinline__ void join() {
+#pragma unroll
+        for (int n = 0; n < ROW_NUMBERS; ++n) sum.x[n] += part.x[n];
+        part = {};
+    }
+    __device__ __forceinline__ void store(char* row, int columns, bool wide, float factor) const {
+        sum.store(row, columns, wide, factor);
+    }
+};
+
+template <typename>
+struct GradientRow {
+    using Sum = RowSum;
+};
+template <>
+struct GradientRow<float> {
+    using Sum = RowOfShortSums;
 };
 
 // Whether a row that was stored holds a number that is not finite; all lanes get the answer.
@@ -111,7 +130,7 @@ __device__ __noinline__ void careful_dq(const Args& args, int64 batch, int head,
     const Real row_lse = rows.of_row(args.row_lse, head, i), row_delta = rows.of_row(args.row_delta, head, i);
     const char* const query = rows.at(args.q, args.q_strides, head, i);
     const char* const dout = rows.at(args.dout, args.dout_strides, head, i);
-    RowSum sum;
+    GradientRow<Element>::Sum sum;
 #pragma unroll 1
     for (int j = first; j < end; ++j) {
         const char* const key = rows.at(args.k, args.k_strides, key_head, j);
@@ -127,11 +146,12 @@ __device__ __noinline__ void careful_dq(const Args& args, int64 batch, int head,
 
 // dk or, if `is_dv`, dv of one key.
 template <typename Args>
-__device__ __noinline__ void careful_dk_dv(const Args& args, int64 batch, int key_head, int j, int first, int end, bool is_dv) {
+__device__ __noinline__ void careful_dk_dv(const Args& args, int64 batch, int key_head, int j, int first, int end,
+                                           bool is_dv) {
     const GradientRows<Args> rows(args, batch);
     const char* const key = rows.at(args.k, args.k_strides, key_head, j);
     const char* const value = rows.at(args.v, args.v_strides, key_head, j);
-    RowSum sum;
+    GradientRow<Element>::Sum sum;
 #pragma unroll 1
     for (int head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
 #pragma unroll 1
@@ -140,7 +160,8 @@ __device__ __noinline__ void careful_dk_dv(const Args& args, int64 batch, int ke
             const char* const dout = rows.at(args.dout, args.dout_strides, head, i);
             const Pair pair(dot(query, key, args.head_dim), args.scale_log2, rows.of_row(args.row_lse, head, i),
                             dot(dout, value, args.value_dim), rows.of_row(args.row_delta, head, i));
-            if (pair.seen) sum.add(is_dv ? pair.p : pair.ds, is_dv ? dout : query, is_dv ? args.value_dim : args.head_dim);
+            if (pair.seen && is_dv) sum.add(pair.p, dout, args.value_dim);
+            if (pair.seen && !is_dv) sum.add(pair.ds, query, args.head_dim);
             sum.join(i - first);
         }
         sum.join();

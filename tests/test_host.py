@@ -1782,8 +1782,8 @@ EXAMPLES = [_plan.forward_variant(dtype, mask, 64, 64, HOPPER) for dtype in DTYP
 EXAMPLES += [_plan.hopper_variant("float16", mask, 64, 64) for mask in _masks.MASKS]
 EXAMPLES += [_plan.backward_variant("float16", 64, 64, HOPPER), _plan.hopper_backward_variant("float16", 64)]
 EXAMPLES += [_plan.hopper_dq_variant("float16", 256)]
-EXAMPLES += [make(dtype) for make in (_plan.rows_variant, _plan.finish_variant) for dtype in ("float16", "float32", "float64")]
-EXAMPLES += [_plan.backward_variant(dtype, 64, 64, HOPPER) for dtype in ("float32", "float64")]
+for dtype in ("float16", "float32", "float64"):
+    EXAMPLES += [_plan.rows_variant(dtype), _plan.finish_variant(dtype), _plan.backward_variant(dtype, 64, 64, HOPPER)]
 EXAMPLES += [_plan.append_variant("float16"), _plan.decode_variant("float16", 64, HOPPER)]
 EXAMPLES += [_plan.decode_8bit_variant("e4m3", 64, HOPPER)]
 EXAMPLES = list(dict.fromkeys(EXAMPLES))  # float32 and float64 have one kernel for all masks

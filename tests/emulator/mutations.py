@@ -839,8 +839,9 @@ MUTATIONS = (
         "ONE_STEP ? small[n][e] : sum[n][e];", GRADIENT32, file="float32.cuh",
     ),
     in_float32_gradients(
-        "barrier_before_a_visit_removed", "sync_threads();  // the tiles are here for all warps, and all have left ds^T",
-        "", replace(GRADIENT32, queries=300),
+        "barrier_before_a_visit_removed",
+        "sync_threads();  // the tiles are here for all warps, and all have left ds^T", "",
+        replace(GRADIENT32, queries=300),
     ),
     in_float32_gradients(
         "barrier_before_next_dout_removed", "sync_threads();  // all have left dout, and ds^T is here", "",
@@ -867,7 +868,7 @@ MUTATIONS = (
         "hidden_weights_kept", "is_seen(e / 2, 8 * n + e % 2) ? at_most : -INFINITE;", "at_most;", GRADIENT32,
     ),
     in_float32_gradients(
-        "first_sums_added", "ORDERED && agenda.listed(visit(1)).turn == 0", "ORDERED && agenda.listed(visit(1)).turn == 1",
+        "first_sums_added", "agenda.listed(visit(1)).turn == 0", "agenda.listed(visit(1)).turn == 1",
         replace(GRADIENT32, keys=300),
     ),
     in_float32_gradients(
