@@ -520,7 +520,7 @@ def _float64_backward_variant(dim, tile_q, tile_k, warps, keys_shared, tall):
     shared = 16 * dim * tile_k if keys_shared else 256  # k and v, whose arrays are never empty
     shared += 16 * dim * tile_q  # q and dout
     shared += 16 * tile_k * tile_q  # p and ds
-    shared += 16 * tile_q + 64 * 16 + 64  # numbers of rows, visits, what a block works on
+    shared += 16 * tile_q + 1072 + 16  # numbers of rows, agenda, where keys lie
     return Variant(
         "backward_f64", "float64", "window", dim, dim, tile_q, tile_k, warps, 1, 1, shared,
         tall_products=tall, keys_shared=keys_shared,
@@ -560,7 +560,7 @@ def rows_variant(dtype):
 
 def finish_variant(dtype):
     """The kernel of backward that goes behind: as many rows of dq a block as the main kernel keeps together."""
-    rows, blocks = {"float32": (16, 16), "float64": (16, 20)}.get(dtype, (64, 5))
+    rows, blocks = (16, 12) if dtype in ("float32", "float64") else (64, 5)
     return Variant("backward_finish", dtype, "window", 256, 256, rows, 64, rows // 16, blocks, 1, 0)
 
 

@@ -1,12 +1,10 @@
 // What the kernels of the backward pass are given, and what lies in the array of turns.
 #pragma once
 
-#include "element.cuh"
 #include "place.cuh"
+#include "real.cuh"
 
 namespace cuflash {
-
-using Real = decltype(to_real(Element{}));  // of sums, lse and scales
 
 struct Args {
     const char *q, *k, *v, *dout, *out, *lse;

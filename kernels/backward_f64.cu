@@ -31,6 +31,7 @@
 // 3.5. A visit of 64 keys and 32 queries takes 640 products, 10,240 clocks of each scheduler. Its exponentials and
 // what belongs to them, some 20 instructions of float64 a pair at 64 a clock, take 640, mostly beside products; and
 // the 64 KB of the next rows have 6,000 to arrive in.
+#include "agenda.cuh"
 #include "backward_args.cuh"
 #include "float64.cuh"
 #include "mask.cuh"
@@ -64,23 +65,6 @@ static_assert(STAGES == 1, "STAGES: one for q and dout");
 constexpr int WEIGHTS_THERE = 1, AMONG_WEIGHTS = 2, AMONG_SLOPES = 3;
 
 constexpr int PITCH = HEAD_DIM * sizeof(double);
-constexpr int LISTED = 2 * WARP;  // visits
-
-// What a block is working on.
-struct alignas(16) Work {
-    const char *q, *dout;  // row 0 of the group's first head
-    const char *k, *v;     // row 0 of the tile
-    int first_tile;        // tile 0 of that head, among those of all heads
-    int index;             // of the item
-    int visits;
-    int key;  // first of the tile
-};
-// A visit, looked up beforehand.
-struct alignas(16) Listed {
-    Visit visit;
-    int turn;
-    int plain;  // whether every row sees every key
-};
 
 // 16 keys and 8 queries of p^T or ds^T: a lane's columns 2t and 2t + 1, each of keys g and g + 8.
 struct alignas(16) Fragment {
@@ -89,6 +73,10 @@ struct alignas(16) Fragment {
 constexpr int COLUMN_BYTES = WARP * sizeof(Pair);
 using Fragments = Fragment[TILE_K / 16][TILE_Q / 8];
 
+struct alignas(16) KeyPlaces {
+    const char *k, *v;  // row 0 of the tile
+};
+
 struct Shared {
     char keys[KEYS_SHARED ? TILE_K * PITCH : 128];
     char values[KEYS_SHARED ? TILE_K * PITCH : 128];
@@ -96,17 +84,15 @@ struct Shared {
     char douts[TILE_Q][PITCH];
     Fragments weights, slopes;  // p^T, ds^T
     double row_lse[TILE_Q], row_delta[TILE_Q];
-    Listed list[LISTED];
-    Work work;
-    int next;  // item
+    Agenda agenda;
+    KeyPlaces places;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles and lists take");
 constexpr int KEY_START = OFFSET_OF(Shared, keys), VALUE_START = OFFSET_OF(Shared, values);
 constexpr int QUERY_START = OFFSET_OF(Shared, queries), DOUT_START = OFFSET_OF(Shared, douts);
 constexpr int WEIGHT_START = OFFSET_OF(Shared, weights), SLOPE_START = OFFSET_OF(Shared, slopes);
 constexpr int LSE_START = OFFSET_OF(Shared, row_lse), DELTA_START = OFFSET_OF(Shared, row_delta);
-constexpr int LIST_START = OFFSET_OF(Shared, list);
-constexpr int WORK_START = OFFSET_OF(Shared, work), NEXT_START = OFFSET_OF(Shared, next);
+constexpr int AGENDA_START = OFFSET_OF(Shared, agenda), PLACES_START = OFFSET_OF(Shared, places);
 
 using Scores = double[BLOCKS][OCTETS][4];
 using Sums = double[BLOCKS][COLUMNS / 8][4];
@@ -130,34 +116,9 @@ __device__ __forceinline__ int key_warp() { return warp_index() / 2 % KEY_WARPS;
 __device__ __forceinline__ int mate() { return warp_index() % 2; }
 __device__ __forceinline__ int warp_query() { return first_query(mate() * OCTETS); }  // of its first octet
 
-// Visits ------------------------------------------------------------------------------------------------------------
+// What is copied ----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ Work load_work(uint32 shared) { return load_shared<Work>(shared + WORK_START); }
-__device__ __forceinline__ Listed listed(uint32 shared, int n) {
-    return load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed));
-}
-// The tile of a visit among those of all heads.
-__device__ __forceinline__ int tile_of(const Args& args, uint32 shared, const Visit& visit) {
-    return load_work(shared).first_tile + visit.head * args.query_tiles + visit.tile;
-}
-__device__ __forceinline__ char* turn_counter(const Args& args, uint32 shared, int n) {
-    return args.turns + COUNTERS + static_cast<int64>(tile_of(args, shared, listed(shared, n).visit)) * sizeof(int);
-}
-
-// A warp looks up 32 visits at once, one a lane, from the n-th on.
-__device__ __forceinline__ void list_visits(const Args& args, const Mask& mask, const Item& item, uint32 shared,
-                                            int n) {
-    n += lane_index();
-    if (n >= item.span.visits) return;
-    Listed listed;
-    listed.visit = visit_at(item.span, n);
-    listed.turn = turn_of(args, mask, item, listed.visit);
-    const int row = listed.visit.tile * TILE_Q, last_row = clamp(row + TILE_Q, 0, args.queries) - 1;
-    const int key = item.key_tile * TILE_K;
-    const bool coarse = load_global<int>(args.turns + COARSE) != 0;
-    listed.plain = !coarse && mask.first_key(last_row) <= key && mask.end_key(row) >= key + TILE_K;
-    store_shared(shared + LIST_START + n % LISTED * sizeof(Listed), listed);
-}
+__device__ __forceinline__ AgendaAt agenda_of(uint32 shared) { return {shared + AGENDA_START}; }
 
 // Copies ROWS rows of an operand to a tile, all threads together: what lies beyond `columns` or `end` rows is not read
 // and becomes zeros.
@@ -180,8 +141,9 @@ __device__ __forceinline__ void load_tile(uint32 tile, int first, const char* so
 
 // A half of q and dout of the n-th visit; with the first, what all rows bring along.
 __device__ __forceinline__ void load_rows(const Args& args, uint32 shared, int n, int half) {
-    const Visit visit = listed(shared, n).visit;
-    const Work work = load_work(shared);
+    const AgendaAt agenda = agenda_of(shared);
+    const Visit visit = agenda.listed(n).visit;
+    const Work work = agenda.work();
     const int row = visit.tile * TILE_Q, first = half * HALF_ROWS;
     auto load = [&](int start, const char* source, const Strides& strides, int columns) {
         load_tile<HALF_ROWS>(shared + start, first, source + visit.head * strides.head + row * strides.row, strides.row,
@@ -194,7 +156,7 @@ __device__ __forceinline__ void load_rows(const Args& args, uint32 shared, int n
     if (half == 0 && thread < 2 * CHUNKS) {
         const char* from = thread < CHUNKS ? args.row_lse : args.row_delta;
         cp_async_16(shared + LSE_START + thread * 16,
-                    from + static_cast<int64>(tile_of(args, shared, visit)) * (TILE_Q * sizeof(double)) +
+                    from + static_cast<int64>(agenda.tile_of(args, visit)) * (TILE_Q * sizeof(double)) +
                         thread % CHUNKS * 16,
                     true);
     }
@@ -212,12 +174,12 @@ struct GlobalRows {
 };
 // Them, from row `first` on.
 __device__ __forceinline__ GlobalRows global_keys(const Args& args, uint32 shared, int first = 0) {
-    const Work work = load_work(shared);
-    return {work.k + first * args.k_strides.row, args.k_strides.row, args.head_dim, args.keys - work.key - first};
+    const char* const rows = load_shared<KeyPlaces>(shared + PLACES_START).k + first * args.k_strides.row;
+    return {rows, args.k_strides.row, args.head_dim, args.keys - agenda_of(shared).work().key - first};
 }
 __device__ __forceinline__ GlobalRows global_values(const Args& args, uint32 shared, int first = 0) {
-    const Work work = load_work(shared);
-    return {work.v + first * args.v_strides.row, args.v_strides.row, args.value_dim, args.keys - work.key - first};
+    const char* const rows = load_shared<KeyPlaces>(shared + PLACES_START).v + first * args.v_strides.row;
+    return {rows, args.v_strides.row, args.value_dim, args.keys - agenda_of(shared).work().key - first};
 }
 
 // Products ----------------------------------------------------------------------------------------------------------
@@ -386,13 +348,14 @@ __device__ __forceinline__ void store(const Sums& sums, double factor, char* row
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     cuflash_backward_f64(const __grid_constant__ Args args) {
     const uint32 shared = shared_memory();
+    const AgendaAt agenda = agenda_of(shared);
     const Mask mask(args.keys, args.first_shift, args.end_shift);
     auto first_thread = [] { return fresh_thread_index() == 0; };
     auto draw = [&] {
-        if (first_thread()) store_shared(shared + NEXT_START, atomic_add(args.turns + TICKET, 1));
+        if (first_thread()) agenda.set_next(atomic_add(args.turns + TICKET, 1));
     };
     auto release = [&](int n) {
-        if (ORDERED && first_thread()) add_release(turn_counter(args, shared, n), 1);
+        if (ORDERED && first_thread()) add_release(agenda.counter(args, n), 1);
     };
     // Addresses, worked out where they are used: of the warp's first fragment, the lane's place in it; of its rows.
     auto fragments = [=](int start) {
@@ -410,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     draw();
     for (;;) {
         sync_threads();  // the item is there, and all have left what is filled next
-        const int index = load_shared<int>(shared + NEXT_START);
+        const int index = agenda.next();
         if (index >= args.items) break;
         {
             const Item item = locate_item(args, mask, index);
@@ -419,25 +382,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 Work work;
                 work.q = args.q + args.q_strides.offset(item.batch0, item.batch1, head);
                 work.dout = args.dout + args.dout_strides.offset(item.batch0, item.batch1, head);
-                auto keys_of = [&](const char* base, const Strides& strides) {
-                    return base + strides.offset(item.batch0, item.batch1, item.key_head) + key * strides.row;
-                };
-                work.k = keys_of(args.k, args.k_strides);
-                work.v = keys_of(args.v, args.v_strides);
                 work.first_tile = (item.batch * args.heads + head) * args.query_tiles;
                 work.index = index;
                 work.visits = item.span.visits;
                 work.key = key;
-                store_shared(shared + WORK_START, work);
+                agenda.set_work(work);
+                auto keys_of = [&](const char* base, const Strides& strides) {
+                    return base + strides.offset(item.batch0, item.batch1, item.key_head) + key * strides.row;
+                };
+                const KeyPlaces places{keys_of(args.k, args.k_strides), keys_of(args.v, args.v_strides)};
+                store_shared(shared + PLACES_START, places);
             }
-            if (item.span.visits > 0 && warp_index() == WARPS - 1) list_visits(args, mask, item, shared, 0);
+            if (item.span.visits > 0 && warp_index() == WARPS - 1) agenda.list(args, mask, item, 0);
             sync_threads();  // it and the list are there
             if (item.span.visits > 0) {
-                const Work work = load_work(shared);
                 if constexpr (KEYS_SHARED) {
+                    const KeyPlaces places = load_shared<KeyPlaces>(shared + PLACES_START);
                     const int keys = args.keys - key;
-                    load_tile<TILE_K>(shared + KEY_START, 0, work.k, args.k_strides.row, args.head_dim, keys);
-                    load_tile<TILE_K>(shared + VALUE_START, 0, work.v, args.v_strides.row, args.value_dim, keys);
+                    load_tile<TILE_K>(shared + KEY_START, 0, places.k, args.k_strides.row, args.head_dim, keys);
+                    load_tile<TILE_K>(shared + VALUE_START, 0, places.v, args.v_strides.row, args.value_dim, keys);
                 }
 #pragma unroll
                 for (int half = 0; half < HALVES; ++half) load_rows(args, shared, 0, half);
@@ -449,13 +412,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int n = 0;; ++n) {
             cp_async_wait_group<0>();
             sync_threads();  // the tiles are here for all warps, and all have left what is filled next
-            if (n >= load_work(shared).visits) break;
+            if (n >= agenda.work().visits) break;
             if (n % WARP == WARP / 2 && warp_index() == WARPS - 1) {
-                list_visits(args, mask, locate_item(args, mask, load_work(shared).index), shared, n + WARP / 2);
+                agenda.list(args, mask, locate_item(args, mask, agenda.work().index), n + WARP / 2);
             }
             auto seen = [&] {
-                return Seen(args, mask, load_work(shared).key + key_warp() * KEY_ROWS,
-                            listed(shared, n).visit.tile * TILE_Q + warp_query());
+                return Seen(args, mask, agenda.work().key + key_warp() * KEY_ROWS,
+                            agenda.listed(n).visit.tile * TILE_Q + warp_query());
             };
 
             Scores scores = {};
@@ -471,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         x = fused_multiply_add(x, args.scale_log2, -lse);
                     }
                 });
-                if (!listed(shared, n).plain) {  // hidden: p = 0; and no p above 1, of a coarse lse, but NaN stays NaN
+                if (!agenda.listed(n).plain) {  // hidden: p = 0; and no p above 1, of a coarse lse, but NaN stays NaN
                     const Seen is_seen = seen();
                     for_each([&](int block, int octet, int e) {
 #pragma unroll
@@ -499,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     x[e] = p.low * (x[e] - delta);
                     x[2 + e] = p.high * (x[2 + e] - delta);
                 });
-                if (!listed(shared, n).plain) {  // hidden: ds = 0, whatever the product
+                if (!agenda.listed(n).plain) {  // hidden: ds = 0, whatever the product
                     const Seen is_seen = seen();
                     for_each([&](int block, int octet, int e) {
 #pragma unroll
@@ -521,19 +484,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 add_product(sums, fragments(has_slopes() ? SLOPE_START : WEIGHT_START),
                             shared + (has_slopes() ? QUERY_START : DOUT_START), half * HALF_ROWS);
                 sync_threads();  // all have left these rows
-                if (n + 1 < load_work(shared).visits) load_rows(args, shared, n + 1, half);
+                if (n + 1 < agenda.work().visits) load_rows(args, shared, n + 1, half);
                 cp_async_commit_group();
             }
 
-            auto turns_had = [&] { return load_relaxed(turn_counter(args, shared, n)); };
+            auto turns_had = [&] { return load_relaxed(agenda.counter(args, n)); };
             int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
             double dq[DQ_OCTETS][4] = {};
             multiply_slopes(dq, shared, global_keys(args, shared));
             // Nothing is read that another block has written, so that nothing is to be acquired: memory adds, and has
             // added what came before a counter that it shows.
-            while (ORDERED && turns < listed(shared, n).turn) turns = turns_had();
-            if (n + 1 == load_work(shared).visits) draw();  // not before: a block that waits holds no item but its own
-            const int64 tile = tile_of(args, shared, listed(shared, n).visit);
+            while (ORDERED && turns < agenda.listed(n).turn) turns = turns_had();
+            if (n + 1 == agenda.work().visits) draw();  // not before: a block that waits holds no item but its own
+            const int64 tile = agenda.tile_of(args, agenda.listed(n).visit);
             char* const to = args.dq_sum + tile * (TILE_Q * PITCH) + lane_index() * SUM_LANE +
                              (warp_index() / DQ_MATES * (HEAD_DIM / 8) + warp_index() % DQ_MATES) * SUM_BYTES;
             auto send = [&](auto put) {
@@ -543,14 +506,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     for (int e = 0; e < 4; ++e) put(to + octet * DQ_MATES * SUM_BYTES + e * SUM_NEXT, dq[octet][e]);
                 }
             };
-            if (ORDERED && listed(shared, n).turn == 0) {
+            if (ORDERED && agenda.listed(n).turn == 0) {
                 send([](char* place, double x) { store_global(place, x); });
             } else {
                 send([](char* place, double x) { add_global(place, x); });
             }
         }
 
-        const Work work = load_work(shared);
+        const Work work = agenda.work();
         if (work.visits == 0) draw();
         if (work.visits > 0) release(work.visits - 1);
         const Item item = locate_item(args, mask, work.index);  // again, rather than in registers all along

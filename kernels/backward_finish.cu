@@ -53,30 +53,30 @@ __device__ __forceinline__ Vector16 gather_chunk(const uint32 (&words)[4], int l
 }
 
 // 32 columns of a row from `first` on, of which a lane has two of each 8, to where they belong; a row that is null to
-// nowhere. 16-bit elements leave in whole chunks.
+// nowhere. 16-bit elements leave in whole chunks. `zero` takes sums of 0 times a number: NaN where one is not finite.
 template <typename Element>
-__device__ __forceinline__ void store_columns(char* row, int first, int end, bool wide, const Two (&pairs)[4]) {
-    const int lane = lane_index();
-    if constexpr (sizeof(Element) == 2) {
-        uint32 words[4];
+__device__ __forceinline__ void store_columns(const Args& args, char* row, int first, int lane, int half,
+                                              const Accumulator (&sums)[4], Real& zero) {
+    [[maybe_unused]] uint32 words[4];
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-            const int column = first + 8 * m + lane % 4 * 2;
-            words[m] = cvt_pair(Element{}, pairs[m].low, pairs[m].high);
-            if (wide && row != nullptr) {
-                if (column < end) store_global(row + 4 * column, pairs[m].low);
-                if (column + 1 < end) store_global(row + 4 * column + 4, pairs[m].high);
+    for (int m = 0; m < 4; ++m) {
+        const Real low = sums[m].x[2 * half] * args.scale, high = sums[m].x[2 * half + 1] * args.scale;
+        zero += (low - low) + (high - high);
+        const int column = first + 8 * m + lane % 4 * 2;
+        if constexpr (sizeof(Element) == 2) {
+            words[m] = cvt_pair(Element{}, low, high);
+            if (args.dq_wide && row != nullptr) {
+                if (column < args.head_dim) store_global(row + 4 * column, low);
+                if (column + 1 < args.head_dim) store_global(row + 4 * column + 4, high);
             }
+        } else if (row != nullptr && column < args.head_dim) {
+            store_global(row + sizeof(Element) * column, Two{low, high});
         }
+    }
+    if constexpr (sizeof(Element) == 2) {
         const Vector16 chunk = gather_chunk(words, lane);
         const int column = first + 8 * (lane % 4);
-        if (!wide && row != nullptr && column < end) store_global(row + 2 * column, chunk);
-    } else {
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-            const int column = first + 8 * m + lane % 4 * 2;
-            if (row != nullptr && column < end) store_global(row + sizeof(Element) * column, pairs[m]);
-        }
+        if (!args.dq_wide && row != nullptr && column < args.head_dim) store_global(row + 2 * column, chunk);
     }
 }
 
@@ -94,7 +94,7 @@ __device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, 
     const char* const sums = args.dq_sum + (linear * padded + first) * args.columns * static_cast<int64>(sizeof(Real));
     const int row = first + 16 * block + lane / 4;  // and 8 below
     char* const dq = args.dq + args.dq_strides.offset(batch0, batch1, head) + row * args.dq_strides.row;
-    Real zeros[2] = {};  // sums of 0 times a number: NaN where one is not finite
+    Real zeros[2] = {};
     for (int n = 0; n < args.columns / 32; ++n) {
         Accumulator sum[4];
 #pragma unroll
@@ -105,13 +105,7 @@ __device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, 
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             char* const here = row + 8 * half < args.queries ? dq + 8 * half * args.dq_strides.row : nullptr;
-            Two pairs[4];
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                pairs[m] = {sum[m].x[2 * half] * args.scale, sum[m].x[2 * half + 1] * args.scale};
-                zeros[half] += (pairs[m].low - pairs[m].low) + (pairs[m].high - pairs[m].high);
-            }
-            store_columns<Element>(here, 32 * n, args.head_dim, args.dq_wide, pairs);
+            store_columns<Element>(args, here, 32 * n, lane, half, sum, zeros[half]);
         }
     }
     sync_warp();  // what is written again must have been written

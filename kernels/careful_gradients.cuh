@@ -4,10 +4,10 @@
 // 0 * NaN spoils a sum. Here a warp makes one row of a gradient from the pairs that are visible alone.
 #pragma once
 
-#include "backward_args.cuh"
 #include "element.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
+#include "real.cuh"
 #include "softmax.cuh"
 
 namespace cuflash {
@@ -43,9 +43,9 @@ struct RowSum {
             const int d = n * WARP + lane_index();
             if (d >= columns) continue;
             if (wide) {
-                store_global(row + sizeof(Real) * d, x[n] * factor);
+                store_global(row + RowOf<Real>::SIZE * d, x[n] * factor);
             } else {
-                store_global(row + sizeof(Element) * d, rounded<Element>(x[n] * factor));
+                store_global(row + RowOf<Element>::SIZE * d, rounded<Element>(x[n] * factor));
             }
         }
     }

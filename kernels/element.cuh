@@ -26,10 +26,9 @@ __device__ __forceinline__ Element rounded(Real x) {
 // A row of elements in global memory.
 template <typename Element>
 struct RowOf {
+    static constexpr int SIZE = sizeof(Element);
     const char* row;
-    __device__ __forceinline__ auto operator()(int d) const {
-        return to_real(load_global<Element>(row + sizeof(Element) * d));
-    }
+    __device__ __forceinline__ auto operator()(int d) const { return to_real(load_global<Element>(row + SIZE * d)); }
 };
 
 }  // namespace cuflash

@@ -787,13 +787,13 @@ MUTATIONS = (
     ),
     in_backward(
         "dq_of_other_rows",
-        "{sum[m].x[2 * half] * args.scale, sum[m].x[2 * half + 1] * args.scale};",
-        "{sum[m].x[2 - 2 * half] * args.scale, sum[m].x[3 - 2 * half] * args.scale};", GRADIENT,
+        "low = sums[m].x[2 * half] * args.scale, high = sums[m].x[2 * half + 1] * args.scale;",
+        "low = sums[m].x[2 - 2 * half] * args.scale, high = sums[m].x[3 - 2 * half] * args.scale;", GRADIENT,
         file="backward_finish.cu",
     ),
     in_backward(
-        "dq_scaled_in_every_second_column", "sum[m].x[2 * half + 1] * args.scale};", "sum[m].x[2 * half + 1]};",
-        GRADIENT, file="backward_finish.cu",
+        "dq_scaled_in_every_second_column", "high = sums[m].x[2 * half + 1] * args.scale;",
+        "high = sums[m].x[2 * half + 1];", GRADIENT, file="backward_finish.cu",
     ),
     in_backward(
         "chunks_of_dq_swapped_in_a_quad", "shuffle_xor(high ? low_pair[n] : high_pair[n], 2);",
@@ -955,14 +955,14 @@ MUTATIONS = (
     in_gradients64("weights_of_the_other_kind_not_awaited", "bar_sync(WEIGHTS_THERE, THREADS);", "", LONG64),
     in_gradients64("weights_of_the_mate_not_awaited", "bar_sync(AMONG_WEIGHTS, THREADS / 2);", "", LONG64),
     in_gradients64("slopes_of_the_mate_not_awaited", "bar_sync(AMONG_SLOPES, THREADS / 2);", "", LONG64),
-    in_gradients64("first_sums_added", "listed(shared, n).turn == 0", "listed(shared, n).turn == 1", LONG64),
+    in_gradients64("first_sums_added", "agenda.listed(n).turn == 0", "agenda.listed(n).turn == 1", LONG64),
     in_gradients64(
-        "turn_not_awaited", "while (ORDERED && turns < listed(shared, n).turn) turns = turns_had();", "", LONG64,
-        blocks=3,
+        "turn_not_awaited", "while (ORDERED && turns < agenda.listed(n).turn) turns = turns_had();", "", LONG64,
+        blocks=4,
     ),
     in_gradients64("keys_of_dq_mixed_up", "key = t / 2 + t % 2 * 8;", "key = t / 2 * 8 + t % 2;", GRADIENT64),
     in_gradients64("columns_of_the_mate", "column = mate() * 8 +", "column = (1 - mate()) * 8 +", GRADIENT64),
-    in_gradients64("one_query_too_far", "query < end[key];", "query <= end[key];", SLIDING64),
+    in_gradients64("one_query_too_far", "query < end[key])", "query <= end[key])", SLIDING64),
     in_gradients64("keys_beyond_the_last", "if (r >= keys) continue;", "", GRADIENT64),
     in_gradients64(
         "spoilt_keys_not_flagged", "if (finite != 0) store_global(suspect, 1);", "", GRADIENT64,
