@@ -163,6 +163,7 @@ def _dims(rng, variant):
         "backward_sm90": _plan.hopper_backward_dims,
         "forward_f32": _plan.float32_dims,
         "forward_f64": _plan.float64_dims,
+        "backward_f32": _plan.float32_backward_dims,
         "backward_f64": _plan.float64_backward_dims,
         "decode": _plan.decode_dims,
         "decode_8bit": _plan.decode_8bit_dims,
@@ -452,7 +453,7 @@ def main(argv=None):
     variants = [variant for variant in variants if variant.element in options.dtype.split(",")]
     mains = {
         "forward": ("forward", "forward_f32", "forward_f64", "forward_sm90", "forward_f32_sm90"),
-        "backward": ("backward", "backward_f64", "backward_sm90"),
+        "backward": ("backward", "backward_f32", "backward_f64", "backward_sm90"),
         "decode": ("decode", "decode_8bit", "decode_f32"),
     }
     variants = [variant for variant in variants if variant.kernel in mains[options.what]]

@@ -138,12 +138,8 @@ FLOAT64_TILES = {
     (64, 8): ((64, 32, 2), (64, 16, 2)),
     (64, 64): ((64, 32, 2), (32, 16, 2)),
     (96, 96): ((128, 32, 1), (64, 32, 1)),
-    (64, 128): ((128, 32, 1), (128, 16, 1)),
-    (128, 64): ((128, 32, 1), (128, 16, 1), (64, 16, 1)),
     (128, 128): ((128, 32, 1), (128, 16, 1), (64, 16, 1)),  # 48 keys: neither registers nor shared memory are enough
     (192, 192): ((64, 32, 1), (64, 16, 1), (32, 16, 1)),
-    (128, 256): ((64, 32, 1), (32, 16, 1)),
-    (256, 128): ((64, 16, 1), (32, 16, 1), (16, 16, 1)),
     (256, 256): ((64, 16, 1), (32, 16, 1), (16, 16, 1)),
 }
 
@@ -191,6 +187,11 @@ def _precise_variant(dtype, head_dim, value_dim, limits):
         dims = float64_dims(head_dim, value_dim)
         tall = int(limits.capability >= (9, 0))
         choices = [_float64_variant(*dims, *tile, tall) for tile in FLOAT64_TILES[dims]]
+    return _first_that_fits(choices, limits)
+
+
+def _first_that_fits(choices, limits):
+    """The first variant whose blocks a multiprocessor has shared memory for, else the last."""
     room = limits.shared_bytes + 1024  # the system keeps 1 KB a block
     return next((each for each in choices if each.blocks_per_sm * (each.shared_bytes + 1024) <= room), choices[-1])
 
@@ -262,8 +263,10 @@ def variants(limits):
     if not_hopper(limits) is None:
         for parts, tiles in HOPPER_FLOAT32_TILES.items():
             found |= {make(dim, parts): None for dim in tiles for make in (parts_variant, hopper_float32_variant)}
+    found |= {float32_backward_variant(dim, dim, limits): None for dim in FLOAT32_BACKWARD_TILES}
     found |= {float64_backward_variant(dim, dim, limits): None for dim in FLOAT64_BACKWARD_DIMS}
-    found |= {rows_variant("float64"): None, finish_variant("float64"): None}
+    for dtype in ("float32", "float64"):
+        found |= {rows_variant(dtype): None, finish_variant(dtype): None}
     found |= {decode_8bit_variant(kind, dim, limits): None for kind in FORMATS for dim in DECODE_8BIT_TILES}
     found |= {decode_f32_variant(dim, limits): None for dim in DECODE_F32_TILES} | {append_variant("float32"): None}
     return tuple(found)
@@ -440,7 +443,7 @@ def append_variant(dtype):
 
 GPU_DTYPES = {
     "forward": tuple(ELEMENTS),
-    "backward": (*HALVES, "float64"),
+    "backward": tuple(ELEMENTS),
     "decode": (*HALVES, "float32"),
 }
 
@@ -515,7 +518,12 @@ HOPPER_DQ_TILES = {256: (128, 64, 12)}
 
 
 def backward_variant(dtype, head_dim, value_dim, limits):
-    """The portable engine's main kernel of backward in 16 bits for padded head dims."""
+    """The portable engine's main kernel of backward for head dims as given."""
+    if dtype == "float32":
+        return float32_backward_variant(head_dim, value_dim, limits)
+    if dtype == "float64":
+        return float64_backward_variant(head_dim, value_dim, limits)
+    head_dim, value_dim = _padded(head_dim, value_dim)
     widest = max(head_dim, value_dim)
     for tile_q, tile_k, warps, blocks, stages in next(BACKWARD_TILES[dim] for dim in BACKWARD_TILES if widest <= dim):
         if limits.capability >= (10, 0) and widest > 128 and stages == 2:  # registers spill there
@@ -530,6 +538,40 @@ def backward_variant(dtype, head_dim, value_dim, limits):
     return Variant(
         "backward", dtype, "window", head_dim, value_dim, tile_q, tile_k, warps, blocks, stages, shared,
         vector_adds=int(limits.capability >= (9, 0)),
+    )  # fmt: skip
+
+
+# Tiles of backward's main kernel in float32, by the padded head dim, of v too: tile_q, tile_k, warps, blocks a
+# multiprocessor. The first that fit shared memory are taken. Nothing of it is measured.
+FLOAT32_BACKWARD_TILES = {
+    32: ((64, 64, 4, 2), (64, 64, 4, 1)),
+    64: ((64, 128, 8, 1), (64, 64, 8, 1), (32, 64, 4, 1)),
+    96: ((64, 64, 8, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
+    128: ((64, 64, 8, 1), (32, 64, 4, 1), (16, 32, 4, 1)),
+    256: ((32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+}
+
+
+def float32_backward_dims(head_dim, value_dim):
+    """Head dims as backward compiles them for float32: alike."""
+    return _alike(FLOAT32_BACKWARD_TILES, head_dim, value_dim)
+
+
+def float32_backward_variant(head_dim, value_dim, limits):
+    """The portable engine's main kernel of backward in float32, for head dims as given."""
+    dim, _ = float32_backward_dims(head_dim, value_dim)
+    vectors = int(limits.capability >= (9, 0))
+    choices = [_float32_backward_variant(dim, *tile, vectors) for tile in FLOAT32_BACKWARD_TILES[dim]]
+    return _first_that_fits(choices, limits)
+
+
+def _float32_backward_variant(dim, tile_q, tile_k, warps, blocks, vectors):
+    shared = 12 * dim * (tile_q + tile_k)  # three parts each of q, dout, k and v
+    shared += 6 * tile_q * tile_k  # and of ds
+    shared += 8 * tile_q + 64 * 16 + 80  # numbers of rows, visits, what a block works on
+    return Variant(
+        "backward_f32", "float32", "window", dim, dim, tile_q, tile_k, warps, blocks, 2, shared, vector_adds=vectors,
+        parts=3,
     )  # fmt: skip
 
 
@@ -558,7 +600,7 @@ def float64_backward_variant(head_dim, value_dim, limits):
     dim, _ = float64_backward_dims(head_dim, value_dim)
     tall = int(limits.capability >= (9, 0))
     choices = [_float64_backward_variant(dim, *tile, tall) for tile in FLOAT64_BACKWARD_TILES]
-    return next(each for each in choices if each.shared_bytes <= limits.shared_bytes)
+    return _first_that_fits(choices, limits)
 
 
 def _float64_backward_variant(dim, tile_q, tile_k, warps, keys_shared, tall):
@@ -599,13 +641,13 @@ def hopper_dq_variant(dtype, dim):
 
 def rows_variant(dtype):
     """The kernel of backward that goes before: eight threads a row, and rows a block that fill tiles of queries."""
-    rows, warps = (16, 4) if dtype == "float64" else (64, 8)
+    rows, warps = (16, 4) if dtype in ("float32", "float64") else (64, 8)
     return Variant("backward_rows", dtype, "window", 256, 256, rows, 64, warps, 4, 1, 0)
 
 
 def finish_variant(dtype):
     """The kernel of backward that goes behind: as many rows of dq a block as the main kernel keeps together."""
-    rows, blocks = (16, 12) if dtype == "float64" else (64, 5)
+    rows, blocks = (16, 12) if dtype in ("float32", "float64") else (64, 5)
     return Variant("backward_finish", dtype, "window", 256, 256, rows, 64, rows // 16, blocks, 1, 0)
 
 
@@ -1011,10 +1053,7 @@ def _filling(blocks, limits, items):
 
 
 def _portable_backward(problem, limits, reason):
-    if problem.dtype == "float64":
-        variant = float64_backward_variant(problem.head_dim, problem.value_dim, limits)
-    else:
-        variant = backward_variant(problem.dtype, *_padded(problem.head_dim, problem.value_dim), limits)
+    variant = backward_variant(problem.dtype, problem.head_dim, problem.value_dim, limits)
     return _backward(problem, limits, "portable", reason, variant, parts=1)
 
 

@@ -151,6 +151,7 @@ KERNELS = {
     "decode_f32": ("decode_f32.cu", _decode_args()),
     "backward_rows": ("backward_rows.cu", _BACKWARD_ARGS),
     "backward": ("backward.cu", _backward_args()),
+    "backward_f32": ("backward_f32.cu", _BACKWARD_ARGS["float32"]),
     "backward_f64": ("backward_f64.cu", _BACKWARD_ARGS["float64"]),
     "backward_finish": ("backward_finish.cu", _BACKWARD_ARGS),
     "backward_sm90": ("backward_sm90.cu", _backward_args("q_map dout_map k_map v_map dk_map dv_map")),
@@ -253,11 +254,11 @@ class Variant:
         if field.default is MISSING:
             return field.name not in _UNUSED.get(self.kernel, ())
         owners = {
-            "ordered": ("backward", "backward_f64", "backward_sm90"),
+            "ordered": ("backward", "backward_f32", "backward_f64", "backward_sm90"),
             "tall_products": ("forward_f64", "backward_f64"),
             "keys_shared": ("backward_f64",),
-            "parts": ("forward_f32", "forward_f32_sm90", "forward_parts"),
-            "vector_adds": ("backward",),
+            "parts": ("forward_f32", "forward_f32_sm90", "forward_parts", "backward_f32"),
+            "vector_adds": ("backward", "backward_f32"),
             "converts": ("decode_8bit",),
             "paged": ("forward",),
         }

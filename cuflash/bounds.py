@@ -76,8 +76,9 @@ all that follows is, or in float64; out being known to its own bound), ``ds = p 
 (B + C + 4 u |...|) + (error of p) |...|``, where p is not rounded yet. P and dS are rounded, each once, where they meet
 the next product in 16 bits, and in float16 may underflow; a dS beyond the format makes the bound infinite. Errors pass
 through the last products linearly. Their sums take n terms and cost n roundings in any order: over the keys for dq, of
-which each tile makes a part and parts are added; over the rows of all heads of a group for dk and dv. The scale is
-rounded and multiplied at the end, and what broadcasting stretched is added before the last rounding.
+which each tile makes a part and parts are added; over the rows of all heads of a group for dk and dv. Of split numbers
+tiles make parts of dk and dv too, so that n is no more than the longest has, and each costs a rounding more. The scale
+is rounded and multiplied at the end, and what broadcasting stretched is added before the last rounding.
 
 In float64 every u is twice that of the format, since the reference rounds too. Tensor cores round each sum of a product
 in float64 to nearest, in an order that is not written down, so that D terms cost D roundings there too; the exponential
@@ -142,6 +143,8 @@ class Path:
         Weights that share one chain of additions are every ``depth``-th.
     block : float
         Most keys whose terms are summed by themselves, a tile; infinite where there is one sum for all.
+    gradient_block : float
+        The same of pairs whose terms of a gradient are.
     u_out, least_out, largest_out : float
         Roundoff, absolute error of underflow, and largest number of the output.
     tiny, largest : float
@@ -167,6 +170,7 @@ class Path:
     largest: float
     merges: int = 0
     block: float = math.inf
+    gradient_block: float = math.inf
     least_query: float = 0.0
 
     def gamma(self, terms):
@@ -176,6 +180,13 @@ class Path:
     def tiles(self, keys):
         """Additions of a tile's sum to that of the others, for rows that see so many keys."""
         return 0 * keys if self.block == math.inf else (keys + self.tile - 2) // self.tile + 2
+
+    def gradient_roundoff(self, heads, terms):
+        """Roundoff of a gradient's sum over so many pairs of each of some heads."""
+        if self.gradient_block == math.inf:
+            return (heads * terms + 4) * self.u_sum
+        tiles = heads * self.tiles(terms)  # each head's are by themselves
+        return min(heads * terms, self.gradient_block) * self.u_sum + (tiles + 4) * self.u
 
     def sum_roundoff(self, keys):
         """Roundoff of a sum over so many keys of weights times values."""
@@ -210,7 +221,8 @@ def _paths():
             gpu |= {"u_sum": 2.0**-23, "u_weight": out["u_out"], "least_weight": min(out["least_out"], 2.0**-25)}
             paths[f"sm90 {dtype}"] = Path(**gpu)
         if dtype == "float32":  # split; the parts of a product may be flushed, each by itself
-            gpu |= {"u_sum": 2.0**-23, "u_weight": 2.0**-24, "product": 2, "block": 96, "tiny": 8 * base["tiny"]}
+            gpu |= {"u_sum": 2.0**-23, "u_weight": 2.0**-24, "product": 2, "tiny": 8 * base["tiny"]}
+            gpu |= {"block": 96, "gradient_block": 128}
             paths["sm90 float32"] = Path(**gpu)
             paths["sm90 tf32"] = Path(**gpu | {"block": 128, "u_weight": 2.0**-15, "product": 2 + 2**8})
         paths[f"portable {dtype}"] = Path(**gpu)
@@ -591,7 +603,7 @@ class _Rows:
             )
             size, width = np.abs(dout), dout.shape[1]
             delta = (dout * out).sum(axis=1)
-            dp_error = path.gamma(width) * product(size, np.abs(v.T))
+            dp_error = path.gamma(width + path.product) * product(size, np.abs(v.T))
             dp_error += path.tiny * (width + size.sum(axis=1)[:, None] + np.abs(v).sum(axis=1))
             out_error = self.out_bound()
             delta_error = gamma((width + 1) * path.u) * (size * (np.abs(out) + out_error)).sum(axis=1)
@@ -612,7 +624,7 @@ class _Rows:
                 for x, e in ((p, p_error), (ds, ds_error))
             )
             queries, keys = seen.shape
-            by_rows, by_keys = (gamma((n + 4) * path.u_sum) for n in (group * queries, keys))
+            by_rows, by_keys = (gamma(path.gradient_roundoff(*n)) for n in ((group, queries), (1, keys)))
             scale, errors, totals = abs(self.scale), [], []
             for left, left_error, right, share, factor in (
                 (ds, ds_error, k, by_keys, scale),

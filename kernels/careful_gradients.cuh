@@ -49,6 +49,37 @@ struct RowSum {
             }
         }
     }
+    __device__ __forceinline__ void join(int) {}
+    __device__ __forceinline__ void join() {}
+};
+
+// The same of float32: terms of ADDED pairs are added before they join the others, as those of tiles are, since long sums
+// lose more. join(n) comes after the n-th pair, join() after the last.
+struct RowOfShortSums {
+    static constexpr int ADDED = 64;
+    RowSum sum, part;
+
+    __device__ __forceinline__ void add(float factor, const char* row, int columns) { part.add(factor, row, columns); }
+    __device__ __forceinline__ void join(int n) {
+        if (n % ADDED == ADDED - 1) join();
+    }
+    __device__ __forceinline__ void join() {
+#pragma unroll
+        for (int n = 0; n < ROW_NUMBERS; ++n) sum.x[n] += part.x[n];
+        part = {};
+    }
+    __device__ __forceinline__ void store(char* row, int columns, bool wide, float factor) const {
+        sum.store(row, columns, wide, factor);
+    }
+};
+
+template <typename>
+struct GradientRow {
+    using Sum = RowSum;
+};
+template <>
+struct GradientRow<float> {
+    using Sum = RowOfShortSums;
 };
 
 // Whether a row that was stored holds a number that is not finite; all lanes get the answer.
@@ -99,7 +130,7 @@ __device__ __noinline__ void careful_dq(const Args& args, int64 batch, int head,
     const Real row_lse = rows.of_row(args.row_lse, head, i), row_delta = rows.of_row(args.row_delta, head, i);
     const char* const query = rows.at(args.q, args.q_strides, head, i);
     const char* const dout = rows.at(args.dout, args.dout_strides, head, i);
-    RowSum sum;
+    GradientRow<Element>::Sum sum;
 #pragma unroll 1
     for (int j = first; j < end; ++j) {
         const char* const key = rows.at(args.k, args.k_strides, key_head, j);
@@ -107,17 +138,20 @@ __device__ __noinline__ void careful_dq(const Args& args, int64 batch, int head,
         const Pair pair(dot(query, key, args.head_dim), args.scale_log2, row_lse, dot(dout, value, args.value_dim),
                         row_delta);
         if (pair.seen) sum.add(pair.ds, key, args.head_dim);
+        sum.join(j - first);
     }
+    sum.join();
     sum.store(rows.at(args.dq, args.dq_strides, head, i), args.head_dim, args.dq_wide, args.scale);
 }
 
 // dk or, if `is_dv`, dv of one key.
 template <typename Args>
-__device__ __noinline__ void careful_dk_dv(const Args& args, int64 batch, int key_head, int j, int first, int end, bool is_dv) {
+__device__ __noinline__ void careful_dk_dv(const Args& args, int64 batch, int key_head, int j, int first, int end,
+                                           bool is_dv) {
     const GradientRows<Args> rows(args, batch);
     const char* const key = rows.at(args.k, args.k_strides, key_head, j);
     const char* const value = rows.at(args.v, args.v_strides, key_head, j);
-    RowSum sum;
+    GradientRow<Element>::Sum sum;
 #pragma unroll 1
     for (int head = key_head * args.group; head < (key_head + 1) * args.group; ++head) {
 #pragma unroll 1
@@ -126,9 +160,11 @@ __device__ __noinline__ void careful_dk_dv(const Args& args, int64 batch, int ke
             const char* const dout = rows.at(args.dout, args.dout_strides, head, i);
             const Pair pair(dot(query, key, args.head_dim), args.scale_log2, rows.of_row(args.row_lse, head, i),
                             dot(dout, value, args.value_dim), rows.of_row(args.row_delta, head, i));
-            if (!pair.seen) continue;
-            sum.add(is_dv ? pair.p : pair.ds, is_dv ? dout : query, is_dv ? args.value_dim : args.head_dim);
+            if (pair.seen && is_dv) sum.add(pair.p, dout, args.value_dim);
+            if (pair.seen && !is_dv) sum.add(pair.ds, query, args.head_dim);
+            sum.join(i - first);
         }
+        sum.join();
     }
     if (is_dv) {
         sum.store(rows.at(args.dv, args.dv_strides, key_head, j), args.value_dim, args.dv_wide, Real(1));

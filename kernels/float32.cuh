@@ -78,6 +78,78 @@ struct SplitTile {
     }
 };
 
+// scores (16 x 8 N) = a b^T, for 16 rows of a tile A and 8 N of a tile B, by the spans of a row that the swizzle
+// permutes; those beyond `columns` are left out. (Written out without a branch between, the compiler would read ahead
+// into more registers than there are.)
+template <typename A, typename B, int N>
+__device__ __forceinline__ void multiply_rows(float (&scores)[N][4], uint32 a_rows, uint32 b_rows, int columns) {
+    using Shape = typename A::Shape;
+    const uint32 lane_a = a_rows + lane_of_a<Shape::PITCH / 2>(), lane_b = b_rows + lane_of_b<Shape::PITCH / 2>();
+    float small[N][4] = {};
+#pragma unroll
+    for (float(&each)[4] : scores) each[0] = each[1] = each[2] = each[3] = 0.0f;
+#pragma unroll 1
+    for (int span = 0; span < 2 * columns; span += Shape::SPAN) {
+#pragma unroll
+        for (int step = 0; step < Shape::SPAN / 32; ++step) {
+            Parts a;
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) {
+                ldmatrix_x4(a[p], span + p * A::PART_BYTES + Shape::step(lane_a, 0, 2 * step));
+            }
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {
+                Parts b;
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p) {
+                    ldmatrix_x4(b[p], span + p * B::PART_BYTES + Shape::step(lane_b, 8 * n, 2 * step));
+                }
+#pragma unroll
+                for (int m = 0; m < 2; ++m) {
+                    multiply_small(small[n + m], a, b, 2 * m, false);
+                    multiply_large(scores[n + m], a, b, 2 * m, false);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[n][e] += small[n][e];
+    }
+}
+
+// sum (16 x 8 N) = a b, for A operands of 16 x 16 STEPS, `load_a(a, step)` each, and columns, 16 every STRIDE chunks,
+// of the rows of a tile B that begin where `lane` is.
+template <typename B, int STEPS, int STRIDE, int N, typename LoadA>
+__device__ __forceinline__ void multiply_columns(float (&sum)[N][4], LoadA load_a, uint32 lane) {
+    constexpr bool ONE_STEP = STEPS == 1;  // all small products come before all large ones: one sum will do
+    float small[N][4];
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        Parts a;
+        load_a(a, step);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            Parts b;
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) {
+                ldmatrix_x4_trans(b[p], p * B::PART_BYTES + B::Shape::step(lane, 16 * step, n / 2 * STRIDE));
+            }
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                multiply_small(small[n + m], a, b, 2 * m, step == 0);
+                multiply_large(ONE_STEP ? small[n + m] : sum[n + m], a, b, 2 * m, step == 0 && !ONE_STEP);
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[n][e] = ONE_STEP ? small[n][e] : sum[n][e] + small[n][e];
+    }
+}
+
 // Four floats from `left` before the end of a row on; what lies behind it, or is not `inside`, is not read and is 0.
 // WHOLE: rows are of whole fours.
 template <bool WHOLE>

@@ -15,12 +15,13 @@ template <int COLUMNS>
 struct Tile {
     static constexpr int PITCH = COLUMNS * 2;
     static constexpr int CHUNKS = PITCH / CHUNK;
-    static constexpr int SPAN = PITCH % 128 == 0 ? 128 : 64;  // bytes that the XOR permutes
-    static_assert(PITCH % 64 == 0, "COLUMNS: a multiple of 32 elements");
+    static constexpr int SPAN = PITCH % 128 == 0 ? 128 : PITCH % 64 == 0 ? 64 : 32;  // bytes that the XOR permutes
+    static_assert(PITCH % 32 == 0, "COLUMNS: a multiple of 16 elements");
 
-    // Offset of a chunk. Rows of an odd number of 64-byte spans fill the banks by themselves every second row.
+    // Offset of a chunk. Rows of an odd number of 64-byte spans fill the banks by themselves every second row, those of
+    // 32-byte spans every fourth.
     static __device__ __forceinline__ uint32 offset(uint32 row, uint32 chunk) {
-        uint32 swizzle = SPAN == 128 ? row % 8 : row / 2 % 4;
+        uint32 swizzle = SPAN == 128 ? row % 8 : SPAN == 64 ? row / 2 % 4 : row / 4 % 2;
         return row * PITCH + (chunk ^ swizzle) * CHUNK;
     }
     // The chunk CHUNK_STEP chunks to the right and ROW_STEP rows below one that `lane` addresses. Both are constants:

@@ -365,11 +365,3 @@ def test_wrong_arguments(engine):
     ):
         with pytest.raises(error, match=words):
             cuflash.backward(*arguments)
-
-
-@pytest.mark.parametrize("engine", ["portable", "sm90"], indirect=True, scope="module")
-def test_float32_is_refused_on_a_gpu(engine):
-    dout, q, k, v = draw(engine, *[(2, 8, 4)] * 4, dtype="float32")
-    out, lse = cuflash.forward(q, k, v, return_lse=True)
-    with pytest.raises(NotImplementedError, match="backward: has no GPU kernel for float32 yet"):
-        cuflash.backward(dout, q, k, v, out, lse)

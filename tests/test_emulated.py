@@ -17,6 +17,7 @@ fuzz = pytest.importorskip("emulator.fuzz")
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")  # the first two share a kernel file
 AMPERE = (8, 0)  # whose products in float64 have 8 rows
+SMALL = (8, 6)  # whose shared memory is
 WIDE = {  # head_dim and value_dim: kernels with one stage, and with two sizes that differ
     "float16": (192, 192),
     "bfloat16": (40, 100),
@@ -26,6 +27,7 @@ WIDE = {  # head_dim and value_dim: kernels with one stage, and with two sizes t
 FLOAT64 = ((3, 1), (5, 8), (256, 256), (40, 100), (200, 40), (8, 60))  # of all kinds of its tile table
 SPLIT = ((64, 64), (3, 40), (128, 100), (72, 128))  # of both kernels of float32 on sm90, one panel of values and two
 GRADIENTS = ((40, 100), (128, 128), (192, 130), (256, 256))  # the same of backward's kernels with other tiles
+FLOAT32_GRADIENTS = ((40, 60), (90, 96), (100, 128), (150, 192), (256, 200))
 FLOAT64_GRADIENTS = ((33, 40), (70, 96), (100, 128), (192, 150), (256, 131))  # likewise
 DECODE = ((128, 128), (96, 96), (192, 180), (256, 256), (64, 256), (40, 100))
 CASES = [  # check, dtype, dims, engine, examples, perhaps capability: more than 300 for each kernel file
@@ -45,6 +47,13 @@ CASES = [  # check, dtype, dims, engine, examples, perhaps capability: more than
     *(("check_decode_bound", kind, dims, "portable", 4) for kind in (*FORMATS, "float32") for dims in DECODE[::3]),
     *(("check_bound", "bfloat16", dims, "sm90", 3) for dims in ((100, 40), (128, 128), (180, 128), (256, 256))),
     *((check.__name__, dtype, (200, 256), "sm90", 26) for check in testing.gradient_checks for dtype in DTYPES[:2]),
+    *((check.__name__, "float32", None, "portable", 40) for check in testing.gradient_checks),
+    *((check.__name__, "float32", None, "portable", 10, SMALL) for check in testing.gradient_checks),
+    *(
+        ("check_gradient_bound", "float32", dims, "portable", 4, *more)
+        for dims in FLOAT32_GRADIENTS
+        for more in ((), (AMPERE,), (SMALL,))
+    ),
     *((check.__name__, "float64", None, "portable", 40) for check in testing.gradient_checks),
     *((check.__name__, "float64", None, "portable", 10, AMPERE) for check in testing.gradient_checks),
     *(("check_gradient_bound", "float64", dims, "portable", 4) for dims in FLOAT64_GRADIENTS),

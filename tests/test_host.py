@@ -190,9 +190,12 @@ def python_kernel(variant, written):
     return kernel
 
 
+MAIN_BACKWARD = ("backward", "backward_f32", "backward_f64", "backward_sm90")
+
+
 def python_backward_kernel(variant, written):
     """The same of a kernel of backward. The one in the middle notes the heads of keys that it writes."""
-    element, main = ELEMENTS[variant.element], variant.kernel in ("backward", "backward_f64", "backward_sm90")
+    element, main = ELEMENTS[variant.element], variant.kernel in MAIN_BACKWARD
 
     def kernel(grid, threads, packed, shared_bytes, cooperative):
         assert threads == 32 * variant.warps and shared_bytes <= variant.shared_bytes and cooperative == main
@@ -219,7 +222,8 @@ def python_backward_kernel(variant, written):
         # Where the main kernel leaves dq out it has no sum of it: another kernel writes it.
         summed, alone = args["columns"] > 0, variant.kernel == "backward_dq_sm90"
         # Blocks of rows and of 8 columns, then 16 rows; in these a lane's numbers lie together or, of 64 bits, apart.
-        rows16, order = (1, (0, 4, 1, 2, 6, 3, 5)) if real.itemsize == 8 else (4, (0, 4, 1, 3, 5, 2, 6))
+        rows16 = _plan.finish_variant(variant.element).warps
+        order = (0, 4, 1, 2, 6, 3, 5) if real.itemsize == 8 else (0, 4, 1, 3, 5, 2, 6)
         shape = padded // (16 * rows16), rows16, 2, 8, args["columns"] // 8, 4, 2
         sums = rows("dq_sum", (heads, *(shape[axis] for axis in order))) if summed else None
         i, j = np.arange(queries)[:, None], np.arange(keys)
@@ -1045,10 +1049,6 @@ def test_an_empty_out_is_legal(shape):
     "function, count, keywords, sentence",
     [
         (
-            "backward", 6, {},
-            "has no GPU kernel for float32 yet; wanted float16, bfloat16 or float64, or NumPy arrays",
-        ),
-        (
             "decode", 3, {"dtype": np.float64},
             "has no GPU kernel for float64 yet; wanted float16, bfloat16 or float32, or NumPy arrays",
         ),
@@ -1062,8 +1062,6 @@ def test_no_gpu_kernel_yet(function, count, keywords, sentence):
     kind = {name: x for name, x in keywords.items() if name == "dtype"}
     keywords = {name: x for name, x in keywords.items() if name not in kind}
     arrays = [on_gpu(1, 1, 4, 8, **kind) for _ in range(count)]
-    if function == "backward":
-        arrays[5] = on_gpu(1, 1, 4)
     with pretended_gpu():
         for call in (getattr(cuflash, function), partial(cuflash.explain, function)):
             with pytest.raises(NotImplementedError) as error:
@@ -1583,6 +1581,22 @@ def test_more_than_tickets_count_is_refused():
         planned_backward(*[np.broadcast_to(np.zeros((1, 8)), q.shape)] * 3)
 
 
+def test_tiles_of_backward_in_float32():
+    """Where shared memory is small tiles are."""
+    for capability, dim, tiles in (
+        ((9, 0), 32, (64, 64, 4, 2)), ((9, 0), 64, (64, 128, 8, 1)), ((9, 0), 128, (64, 64, 8, 1)),
+        ((9, 0), 256, (32, 32, 8, 1)), ((8, 0), 128, (32, 64, 4, 1)), ((8, 0), 256, (16, 32, 4, 1)),
+        ((8, 6), 32, (64, 64, 4, 1)), ((8, 6), 128, (16, 32, 4, 1)), ((8, 6), 256, (16, 16, 4, 1)),
+    ):  # fmt: skip
+        limits = _plan.KNOWN[capability]
+        for dims in ((dim, dim // 2), (dim // 2, dim)):
+            variant = _plan.backward_variant("float32", *dims, limits)
+            assert (variant.tile_q, variant.tile_k, variant.warps, variant.blocks_per_sm) == tiles
+        blocks = variant.blocks_per_sm
+        assert blocks * (variant.shared_bytes + 1024) <= limits.shared_bytes + 1024
+        assert 32 * variant.warps * blocks <= 256 and variant.vector_adds == (capability >= (9, 0))
+
+
 def test_tiles_of_backward_in_float64():
     """Where shared memory is small tiles are; where it has no room for keys they stay in global memory."""
     for capability, dim, tiles in (
@@ -2014,8 +2028,8 @@ EXAMPLES += [_plan.hopper_variant("float16", mask, 64, 64) for mask in _masks.MA
 EXAMPLES += [_plan.backward_variant("float16", 64, 64, HOPPER), _plan.hopper_backward_variant("float16", 64)]
 EXAMPLES += [_plan.hopper_dq_variant("float16", 256)]
 EXAMPLES += [make(64, parts) for make in (_plan.parts_variant, _plan.hopper_float32_variant) for parts in (2, 3)]
-EXAMPLES += [make(dtype) for make in (_plan.rows_variant, _plan.finish_variant) for dtype in ("float16", "float64")]
-EXAMPLES += [_plan.float64_backward_variant(64, 64, HOPPER)]
+for dtype in ("float16", "float32", "float64"):
+    EXAMPLES += [_plan.rows_variant(dtype), _plan.finish_variant(dtype), _plan.backward_variant(dtype, 64, 64, HOPPER)]
 EXAMPLES += [_plan.append_variant("float16"), _plan.decode_variant("float16", 64, HOPPER)]
 EXAMPLES += [_plan.decode_8bit_variant("e4m3", 64, HOPPER), _plan.cache_variant("float16", 64, 64, HOPPER)]
 EXAMPLES += [_plan.decode_f32_variant(64, HOPPER), _plan.append_variant("float32")]
@@ -2050,9 +2064,10 @@ def test_the_preamble_holds_constants_and_types_alone(variant):
     constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", variant.preamble()))
     owners = {
         "query_registers": "forward_sm90", "out_staged": "forward_sm90", "early": "forward_sm90",
-        "ordered": "backward backward_f64 backward_sm90", "tall_products": "forward_f64 backward_f64",
-        "keys_shared": "backward_f64", "vector_adds": "backward",
-        "converts": "decode_8bit", "paged": "forward", "parts": "forward_f32 forward_f32_sm90 forward_parts",
+        "ordered": " ".join(MAIN_BACKWARD), "tall_products": "forward_f64 backward_f64",
+        "keys_shared": "backward_f64", "vector_adds": "backward backward_f32",
+        "converts": "decode_8bit", "paged": "forward",
+        "parts": "forward_f32 forward_f32_sm90 forward_parts backward_f32",
     }  # fmt: skip
     numbers = {
         field.name: getattr(variant, field.name)

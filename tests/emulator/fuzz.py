@@ -32,7 +32,7 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, capability=(9,
     examples : int
         How many problems, each with a seed that decides in which order warps run.
     capability : tuple
-        Of the emulated device, whose shared memory is that of `emulator.LIMITS` all the same.
+        Of the emulated device, which has as much shared memory as one of that capability.
     derandomize : bool
         Whether every run draws the same.
     **strategy
@@ -62,7 +62,8 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, capability=(9,
     @given(recipes, st.integers(0, 2**32))
     def holds(recipe, seed):
         emulator = Emulator(seed, engine=engine)
-        emulator.limits = replace(emulator.limits, capability=capability)
+        shared_bytes = _plan.KNOWN[capability].shared_bytes
+        emulator.limits = replace(emulator.limits, capability=capability, shared_bytes=shared_bytes)
         more = {"gradients": emulator.backward} if check in testing.gradient_checks else {}
         function = emulator.decode if check in testing.decode_checks else emulator.forward
         function = partial(function, precision=dtype) if dtype == "tf32" else function

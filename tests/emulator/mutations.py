@@ -81,6 +81,22 @@ def check_split_products(attention, recipe, xp=np, path=None):
         testing.assert_attention_close(result, q, k, v, path=path, scale=scale)
 
 
+def check_split_gradients(attention, recipe, xp=np, path=None, gradients=None):
+    """The same of gradients: scores, then weights and what they meet."""
+    number = np.float32(1 + 2**-8 - 2**-16 + 0.9 * 2**-17)
+    shape = (1, recipe.keys, recipe.head_dim)
+    alike, ones = np.full(shape, number), np.ones(shape, np.float32)
+    weights = np.full(recipe.keys, number / 2 ** np.ceil(np.log2(recipe.keys)))  # all but the first
+    weights[0] = 1 - weights[1:].sum()
+    logs = np.zeros(shape, np.float32)
+    logs[..., 0] = np.log(weights)
+    for q, k, v, scale in ((alike, alike, ones, 12.0), (ones, logs, alike, 1.0)):
+        out, lse = attention(q, k, v, scale=scale, return_lse=True)
+        grads = gradients(v, q, k, v, out, lse, scale=scale)
+        worst = bounds.worst(grads, bounds.backward(v, q, k, v, path=path, scale=scale))
+        assert worst <= 1, f"error over bound {worst}"
+
+
 def check_hidden_largest(attention, recipe, xp=np, path=None):
     """The largest number changes no bit of rows to which it is hidden."""
     q, k, v = recipe.arrays(xp)
@@ -237,6 +253,23 @@ def in_gradients64(name, old, new, recipe, check=testing.check_gradient_bound, *
     return in_backward(f"float64_{name}", old, new, recipe, check, file="backward_f64.cu", **more)
 
 
+def in_float32_gradients(name, old, new, recipe, file="backward_f32.cu", **more):
+    """A mistake in those of float32."""
+    return in_backward(f"float32_{name}", old, new, recipe, file=file, **more)
+
+
+SMALL_PRODUCTS = ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0))  # of parts of float32
+
+
+def without_product(left_out, first):
+    """What `multiply_small` does where it is called in ``float32.cuh``, but for one of its products."""
+    products = [pair for pair in SMALL_PRODUCTS if pair != left_out]
+    return " ".join(
+        f"multiply_parts<{i}, {j}>(small[n + m], a, b, 2 * m, {'false' if n else first});"
+        for n, (i, j) in enumerate(products)
+    )
+
+
 def in_backward_dq(name, old, new, recipe, **more):
     """A mistake in Hopper's kernel of dq alone."""
     return in_backward(name, old, new, recipe, file="backward_dq_sm90.cu", engine="sm90", **more)
@@ -259,6 +292,7 @@ FAR = replace(CAUSAL, heads=1)
 # float32, and parts that count; float64, and two warps for the same rows.
 FLOAT32 = replace(CAUSAL, dtype="float32", head_dim=24, value_dim=44)
 STEEP32 = replace(FLOAT32, scale=4.0)
+THREE_KEYS = testing.Recipe(heads=1, queries=3, keys=3, head_dim=2, value_dim=2, dtype="float32")
 ALIKE = testing.Recipe(heads=1, queries=8, keys=8, head_dim=8, value_dim=8, dtype="float32")
 # The same on Hopper: packed rows, four tiles of keys, of which each consumer sees others; two panels; all six products.
 SPLIT = replace(CAUSAL, heads=4, key_heads=2, keys=300, dtype="float32", head_dim=44, value_dim=40)
@@ -291,6 +325,10 @@ LONG64 = replace(LONG, dtype="float64")
 SLIDING64 = replace(SLIDING, dtype="float64")
 
 # On Hopper: three tiles of keys and of queries; the same seen whole, and in part; columns of dq in two panels; roles.
+GRADIENT32 = replace(GRADIENT, dtype="float32", head_dim=24)
+SUMS_OF_TWO = replace(GRADIENT32, head_dim=72, value_dim=80)  # a warp and its mate, which has other queries
+TWO_HALVES = replace(GRADIENT32, head_dim=136, value_dim=130)  # and two that have other columns
+
 HOPPER_GRADIENT = replace(GRADIENT, queries=300, keys=300, head_dim=64, value_dim=64)
 HOPPER_ROUND = replace(HOPPER_GRADIENT, causal=False)
 HOPPER_WINDOW = replace(HOPPER_GRADIENT, causal=False, window=(100, 3))
@@ -1097,6 +1135,63 @@ MUTATIONS = (
     in_backward(
         "careful_ds_without_delta", "ds = p * (dp - row_delta);", "ds = p * dp;", UNSEEN_KEYS,
         testing.check_unseen_have_zero_gradient, file="careful_gradients.cuh",
+    ),
+    # Gradients in float32
+    *(
+        in_float32_gradients(
+            f"scores_without_product_{i}_{j}", "multiply_small(small[n + m], a, b, 2 * m, false);",
+            without_product((i, j), "false"), ALIKE, check=check_split_gradients, file="float32.cuh",
+        )
+        for i, j in ((0, 2), (1, 1))
+    ),
+    *(
+        in_float32_gradients(
+            f"gradients_without_product_{i}_{j}", "multiply_small(small[n + m], a, b, 2 * m, step == 0);",
+            without_product((i, j), "step == 0"), THREE_KEYS, check=check_split_gradients, file="float32.cuh",
+        )
+        for i, j in SMALL_PRODUCTS
+    ),
+    in_float32_gradients(
+        "small_products_forgotten", "ONE_STEP ? small[n][e] : sum[n][e] + small[n][e];",
+        "ONE_STEP ? small[n][e] : sum[n][e];", GRADIENT32, file="float32.cuh",
+    ),
+    in_float32_gradients(
+        "barrier_before_a_visit_removed",
+        "sync_threads();  // the tiles are here for all warps, and all have left ds^T", "",
+        replace(GRADIENT32, queries=300),
+    ),
+    in_float32_gradients(
+        "barrier_before_next_dout_removed", "sync_threads();  // all have left dout, and ds^T is here", "",
+        replace(SUMS_OF_TWO, queries=150),
+    ),
+    in_float32_gradients(
+        "barrier_before_next_q_removed", "sync_threads();  // all have left q", "", replace(GRADIENT32, queries=150),
+    ),
+    in_float32_gradients(
+        "own_ds_read_unsynchronised", "                    sync_warp();\n", "", GRADIENT32,
+    ),
+    in_float32_gradients(
+        "dout_of_the_visit_before", "of_douts(visit(0) + 1", "of_douts(visit(0)", replace(GRADIENT32, queries=150),
+    ),
+    in_float32_gradients(
+        "sums_of_a_mate_forgotten", "if constexpr (QUERY_PARTS == 2) take_sums(dv, shared + VALUE_START);", "",
+        SUMS_OF_TWO,
+    ),
+    in_float32_gradients("sums_of_a_mate_too_early", "sync_threads();  // the sums are here", "", SUMS_OF_TWO),
+    in_float32_gradients(
+        "columns_of_the_first_of_two", "16 * (n / 2 * COLUMN_PARTS + part)", "16 * (n / 2 * COLUMN_PARTS)", TWO_HALVES,
+    ),
+    in_float32_gradients(
+        "hidden_weights_kept", "is_seen(e / 2, 8 * n + e % 2) ? at_most : -INFINITE;", "at_most;", GRADIENT32,
+    ),
+    in_float32_gradients(
+        "first_sums_added", "agenda.listed(visit(1)).turn == 0", "agenda.listed(visit(1)).turn == 1",
+        replace(GRADIENT32, keys=300),
+    ),
+    in_float32_gradients(
+        "last_careful_sums_forgotten", "    sum.join();\n    sum.store(", "    sum.store(",
+        replace(UNSEEN_KEYS, dtype="float32"), check=testing.check_unseen_have_zero_gradient,
+        file="careful_gradients.cuh",
     ),
     # Gradients: the order of visits and of sums
     in_backward(
