@@ -512,8 +512,8 @@ def float64_backward_variant(head_dim, value_dim, limits):
     dim, _ = float64_backward_dims(head_dim, value_dim)
     tall = int(limits.capability >= (9, 0))
     choices = [_float64_backward_variant(dim, *tile, tall) for tile in FLOAT64_BACKWARD_TILES]
-    fitting = [each for each in choices if each.shared_bytes <= limits.shared_bytes]
-    return next(each for each in fitting if each.tile_q * dim % (16 * 8 * each.warps) == 0)  # parts of dq for each warp
+    choices = [each for each in choices if each.tile_q * dim % (16 * 8 * each.warps) == 0]  # parts of dq for each warp
+    return next(each for each in choices if each.shared_bytes <= limits.shared_bytes)
 
 
 def _float64_backward_variant(dim, tile_q, tile_k, warps, keys_shared, tall):
