@@ -84,7 +84,7 @@ def run_once(function, arrays, keywords):
     steps = gpu.steps_of("forward", *host, **keywords)
     if function == "backward":
         cuflash.backward(out, *arrays, out, lse, **keywords)
-        row = np.zeros(lse.shape, lse.dtype)
+        row = np.zeros(lse.shape, ELEMENTS[host[0].dtype.name].lse)
         out = np.zeros(out.shape, host[0].dtype)
         steps = gpu.steps_of("backward", out, *host, out, row, **keywords)
     return [step.variant.name for step in steps]

@@ -115,7 +115,7 @@ def forward(
 def backward(
     dout, q, k, v, out, lse, *, scale=None, causal=False, window=None, dlse=None, grads=None, engine=None
 ):  # fmt: skip
-    """Gradients of `forward`. On a GPU for float16, bfloat16 and float64; NumPy arrays may have any dtype.
+    """Gradients of `forward`.
 
     With ``P = exp(scale * q @ k.mT - lse)`` and ``dS = P * (dout @ v.mT - sum(dout * out, -1) + dlse)``::
 
@@ -149,8 +149,6 @@ def backward(
     ------
     TypeError, ValueError
         As in `forward`.
-    NotImplementedError
-        For CuPy arrays of float32.
     CompileError
         Where a kernel does not compile.
 

@@ -220,19 +220,18 @@ struct SlopeOperands {
 // `columns` on are left out.
 template <typename B, int COLUMNS>
 __device__ __forceinline__ void add_product(float (&sums)[COLUMNS][4], const Operands& a, uint32 lane, int columns) {
-    constexpr int GROUP = 4;  // 32 columns. Without a branch between, the compiler reads ahead more than registers hold
+    // Without a branch between these, the compiler would read ahead into more registers than there are.
+    constexpr int TOGETHER = COLUMNS % 4 == 0 ? 4 : 2;  // blocks of 8 columns
 #pragma unroll
-    for (int first = 0; first < COLUMNS; first += GROUP) {
-        if (first * 8 * COLUMN_PARTS >= columns) continue;
+    for (int n = 0; n < COLUMNS; n += TOGETHER) {
+        if (8 * n * COLUMN_PARTS >= columns) continue;
+        float sum[TOGETHER][4];
+        multiply_columns<B, QUERIES / 16, 2 * COLUMN_PARTS>(sum, OwnOperands{a},
+                                                            B::Shape::step(lane, 0, n * COLUMN_PARTS));
 #pragma unroll
-        for (int n = first; n < first + GROUP && n < COLUMNS; n += 2) {
-            float sum[2][4];
-            multiply_columns<B, QUERIES / 16, 2>(sum, OwnOperands{a}, B::Shape::step(lane, 0, n * COLUMN_PARTS));
+        for (int m = 0; m < TOGETHER; ++m) {
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) sums[n + m][e] += sum[m][e];
-            }
+            for (int e = 0; e < 4; ++e) sums[n + m][e] += sum[m][e];
         }
     }
 }

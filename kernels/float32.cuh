@@ -78,9 +78,8 @@ struct SplitTile {
     }
 };
 
-// scores (16 x 8 N) = a b^T, for 16 rows of a tile A and 8 N of a tile B, by the spans of a row that the swizzle
-// permutes; those beyond `columns` are left out. (Written out without a branch between, the compiler would read ahead
-// into more registers than there are.)
+// scores (16 x 8 N) = a b^T, for 16 rows of a tile A and 8 N of a tile B, by spans of a row that the swizzle permutes,
+// two at a time where they are even; those beyond `columns` are left out.
 template <typename A, typename B, int N>
 __device__ __forceinline__ void multiply_rows(float (&scores)[N][4], uint32 a_rows, uint32 b_rows, int columns) {
     using Shape = typename A::Shape;
@@ -88,10 +87,11 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[N][4], uint32 a_ro
     float small[N][4] = {};
 #pragma unroll
     for (float(&each)[4] : scores) each[0] = each[1] = each[2] = each[3] = 0.0f;
+    constexpr int BYTES = Shape::PITCH % (2 * Shape::SPAN) == 0 ? 2 * Shape::SPAN : Shape::SPAN;
 #pragma unroll 1
-    for (int span = 0; span < 2 * columns; span += Shape::SPAN) {
+    for (int span = 0; span < 2 * columns; span += BYTES) {
 #pragma unroll
-        for (int step = 0; step < Shape::SPAN / 32; ++step) {
+        for (int step = 0; step < BYTES / 32; ++step) {
             Parts a;
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {

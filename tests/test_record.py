@@ -25,6 +25,7 @@ import sanitize
 import timing
 
 from cuflash import _plan
+from cuflash._dtypes import ELEMENTS
 
 H200 = _plan.KNOWN[9, 0]
 VARIANTS = [variant for variant in _plan.variants(H200) if variant.head_dim in (32, 128) and variant.value_dim < 256]
@@ -340,7 +341,7 @@ def test_sanitizer_problems_reach_their_variants(h200):
             q, k, v = arrays = sanitize.operands(variant, shapes, np.random.default_rng(0))
             if variant.backward:
                 out = np.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
-                arrays = out, q, k, v, out, np.empty(q.shape[:-1], np.float32)
+                arrays = out, q, k, v, out, np.empty(q.shape[:-1], ELEMENTS[variant.element].lse)
             assert gpu.variant_of(variant.function, *arrays, engine=variant.engine, **keywords) == variant.name
 
 
