@@ -492,6 +492,8 @@ def _not_for_hopper(problem):
     widest = max(problem.head_dim, problem.value_dim)
     if problem.dtype == "float64":
         return "wgmma has no float64"
+    if problem.dtype == "float32" and problem.function == "backward":
+        return "it has no kernel for gradients of float32"
     if problem.dtype == "float32" and widest > max(HOPPER_FLOAT32_TILES[3]):
         return "three parts of more than 128 columns do not fit its shared memory"
     if problem.dtype == "float32" and widest < FEWEST_FLOAT32_COLUMNS:
