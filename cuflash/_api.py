@@ -156,9 +156,9 @@ def backward(
     -----
     Sums have a fixed order, that of dq too, to which many blocks of a GPU add: each waits for its turn, which has
     nearly always come [2]_. So the same inputs on the same GPU give the same bits, whatever else is in the batch.
-    On a GPU the call takes, beyond its results, float32 arrays of the size of dq and of two numbers a row; for each
-    gradient of an input that broadcasting stretched, one of the stretched size; and copies of operands that kernels
-    cannot address, such as a dout of stride 0 from a sum. The error is inside the bound of `cuflash.bounds`.
+    On a GPU the call takes, beyond its results, arrays of lse's dtype of the size of dq and of two numbers a row; for
+    each gradient of an input that broadcasting stretched, one of the stretched size; and copies of operands that
+    kernels cannot address, such as a dout of stride 0 from a sum. The error is inside the bound of `cuflash.bounds`.
 
     See Also
     --------
