@@ -126,7 +126,8 @@ def precise_table(record):
             name = dtype + (f", precision {row['precision']}" if row["precision"] else "")
             kind = name, engine, row["head_dim"], row["mask"], f"{row['length']:,}"
             cells.setdefault(kind, {})[what] = row
-    body = [[*kind, *(rate(rows.get(what)) for what in PASSES)] for kind, rows in cells.items()]
+    order = sorted(cells, key=lambda kind: (kind[0], kind[2], MASKS.index(kind[3]), kind[1]))
+    body = [[*kind, *(rate(cells[kind].get(what)) for what in PASSES)] for kind in order]
     return body and markdown(["dtype", "engine", "head_dim", "mask", "length", *PASSES], body)
 
 
@@ -234,6 +235,7 @@ def pictures(record):
     for what, dtype in ((what, dtype) for dtype in ("bfloat16", *PRECISE) for what in PASSES):
         rows = squares(record, what, "sm90", dtype)
         rows += squares(record, what, "portable", dtype) if dtype in PRECISE or not rows else []
+        rows = rows if len({row["length"] for row in rows}) > 1 else []  # a point is no curve
         title = "head_dim {head_dim}, {mask}"
         panels = curves(rows, "tflops", title, lambda row: row["precision"] or NAMES[row["engine"]])
         found[what if dtype == "bfloat16" else f"{what}-{dtype}"] = f"{what}, {dtype}", "TFLOP/s", panels

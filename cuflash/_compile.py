@@ -13,6 +13,7 @@ _HOPPER = ("-arch=sm_90a",)  # beside the -arch=sm_90 that CuPy appends: NVRTC t
 
 _kernels = {}
 _lock = threading.Lock()
+_thread = threading.local()  # devices whose context the thread has
 
 
 class CompileError(RuntimeError):
@@ -61,19 +62,23 @@ class Argument:
         self.address = ctypes.addressof(self._place)  # of the list of arguments
 
 
-def launcher(kernel, grid, threads, shared_bytes, cooperative):
+def launcher(kernel, device, grid, threads, shared_bytes, cooperative):
     """What launches a kernel: ``launch(stream, argument)``, for the address of a stream and an `Argument`.
 
     By the driver's function, since a kernel of CuPy's looks at each argument anew and makes cooperative launches, whose
     blocks are on the device at once, of modules with relocatable code alone. That these need not be: nothing here asks
     the device's library for a barrier of the grid.
     """
-    from cupy.cuda import driver
+    from cupy.cuda import driver, runtime
 
     start, function = driver.launchCooperativeKernel if cooperative else driver.launchKernel, kernel.kernel.ptr
     rest = () if cooperative else (0,)
 
     def launch(stream, argument):
+        known = _thread.__dict__
+        if device not in known:  # a call of the runtime gives a thread its context, and the driver's alone does not
+            runtime.memGetInfo()
+            known[device] = True
         start(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, argument.address, *rest)
 
     return launch

@@ -249,7 +249,7 @@ class _CuPy:
     def launcher(self, step, device):
         """What launches a step on the current stream: ``launch(argument)``."""
         kernel, current_stream = _compile.load(step.variant, device), self.current_stream
-        launch = _compile.launcher(kernel, step.grid, step.threads, step.shared_bytes, step.cooperative)
+        launch = _compile.launcher(kernel, device, step.grid, step.threads, step.shared_bytes, step.cooperative)
         return lambda argument: launch(current_stream().ptr, argument)
 
     def integers(self, array, lowest, highest):

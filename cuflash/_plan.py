@@ -124,7 +124,7 @@ FLOAT32_TILES = {
     96: ((128, 32, 1, 2), (64, 32, 1, 2)),
     128: ((128, 32, 1, 2), (64, 32, 1, 2)),
     192: ((128, 32, 1, 2), (64, 16, 1, 2), (32, 16, 1, 1)),
-    256: ((64, 16, 1, 2), (64, 16, 1, 1), (32, 16, 1, 1)),
+    256: ((64, 16, 1, 2), (64, 32, 1, 1), (64, 16, 1, 1), (32, 16, 1, 1)),  # the first: registers spill but on sm_90
 }
 # Float64, by padded head_dim and value_dim. Instructions take 4, 8 or 16 columns of q and k and 8 of v: points in space
 # with a number at each are (4, 8). Wider dims are few, to keep variants few; (8, 64) and (64, 8) are points with many
@@ -182,7 +182,9 @@ def _precise_variant(dtype, head_dim, value_dim, limits):
     """The portable engine's forward kernel of float32 or float64, for head dims as given: one for all masks."""
     if dtype == "float32":
         dims = float32_dims(head_dim, value_dim)
-        choices = [_float32_variant(*dims, *tile) for tile in FLOAT32_TILES[dims[0]]]
+        tiles = FLOAT32_TILES[dims[0]]
+        tiles = tiles[1:] if dims[0] == 256 and limits.capability != (9, 0) else tiles
+        choices = [_float32_variant(*dims, *tile) for tile in tiles]
     else:
         dims = float64_dims(head_dim, value_dim)
         tall = int(limits.capability >= (9, 0))
@@ -203,8 +205,6 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits, paged=0):
     head_dim, value_dim = _padded(head_dim, value_dim)
     mask = mask if head_dim == value_dim else "window"  # the most general serves all, to keep variants few
     widest, stages = max(head_dim, value_dim), 2
-    if head_dim != value_dim and not_hopper(limits) is None:
-        mask = "window"  # which serves all: variants are many there, and the sm90 engine leaves few problems
     if widest <= 32:
         tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 128: 0.97 of it, causal
     elif widest <= 64:
@@ -214,7 +214,7 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits, paged=0):
     else:  # registers hold out of 16 rows a warp; two stages of tile_k 32: 0.97 of it; 8 warps, one block: 0.96
         tile_q, tile_k, warps, blocks, stages = 64, 64, 4, 2, 1
     if limits.capability >= (10, 0) and stages == 2:  # registers spill there with larger tiles
-        tile_k //= 2
+        tile_k //= 4 if paged and widest > 64 else 2
     elif limits.capability < (9, 0) and mask == "window":
         tile_k = min(tile_k, 32)
     # q or out, then the stages of k and v; 48 bytes of facts a warp

@@ -135,7 +135,7 @@ __device__ __forceinline__ void multiply_values(Sums<ROWS>& sums, uint32 weights
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
         float part[ROWS][QUAD] = {};
-#pragma unroll
+#pragma unroll PIECES == 1 ? TILE_K : 4  // where out takes many registers, values are not read as far ahead
         for (int n = 0; n < TILE_K; n += VALUE_ROWS) {
             const Quad v = load_shared<Quad>(values + ValueTile::offset(n + first, chunk + p * VALUE_LANES));
 #pragma unroll

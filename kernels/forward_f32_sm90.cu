@@ -202,10 +202,10 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
         Scores scores;
         pin(small);
         pin(large);
-        wgmma_fence();
 #pragma unroll
         for (int j = PARTS - 1; j >= 0; --j) {
             wait_keys(j);
+            wgmma_fence();
 #pragma unroll
             for (int i = PARTS - 1 - j; i > 0; --i) multiply_keys(small, i, j, j == PARTS - 1);
             multiply_keys(j > 0 ? small : large, 0, j, j == PARTS - 1 || (j == 0 && !ONE_SUM));

@@ -706,4 +706,4 @@ def test_one_visible_nan_among_many_rows(head_dim, dtype):
     v[1, 150, 5], v[0, 290, 7] = np.nan, np.inf
     k[0, 299, 0] = np.nan
     arrays = [cupy.asarray(x) for x in (q, k, v)]
-    testing.assert_attention_close(run(problem, arrays), *arrays, **problem.keywords)
+    testing.assert_attention_close(run(problem, arrays)[:2], *arrays, **problem.keywords)

@@ -98,7 +98,7 @@ def pretended_gpu(limits=OLDER):
         yield written
 
 
-def python_launcher(kernel, grid, threads, shared_bytes, cooperative):
+def python_launcher(kernel, device, grid, threads, shared_bytes, cooperative):
     """`_compile.launcher` of a kernel that is a Python function, and knows whether it is to be cooperative."""
     return lambda stream, argument: kernel(grid, threads, bytes(argument.packed), shared_bytes, cooperative)
 

@@ -104,17 +104,19 @@ def test_both_passes_of_a_precise_dtype_share_a_line(taken):
         square("backward", 128, "full", 8192, 42.46, {}, "float64", "portable"),
         square("forward", 128, "full", 8192, 124, {"efficient": 2.9, "naive": 7.9}, "float32"),
         square("forward", 128, "full", 8192, 255, {}, "float32", precision="tf32"),
+        square("forward", 128, "full", 4096, 110, {}, "float32"),
         square("backward", 128, "full", 8192, 60, {}, "float32"),
     ]
     assert report.tables(taken)["precise"].splitlines()[2:] == [
+        "| float32 | sm90 | 128 | full | 4,096 | 110 | - |",
         "| float32 | sm90 | 128 | full | 8,192 | 124 (2.90) | 60.0 |",
         "| float32, precision tf32 | sm90 | 128 | full | 8,192 | 255 | - |",
         "| float64 | portable | 128 | full | 8,192 | - | 42.5 |",
     ]
     drawn = report.pictures(taken)
-    assert list(drawn) == ["forward-float32", "backward-float32", "backward-float64"]
+    assert list(drawn) == ["forward-float32"], "a single length is not drawn"
     panels = drawn["forward-float32"][-1]["head_dim 128, full"]
-    assert panels["cuflash"] == [(8192, 124)] and panels["tf32"] == [(8192, 255)] and "naive" in panels
+    assert panels["cuflash"] == [(4096, 110), (8192, 124)] and panels["tf32"] == [(8192, 255)] and "naive" in panels
 
 
 def test_numbers(taken):
