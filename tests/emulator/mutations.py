@@ -8,6 +8,7 @@ The kernels without it pass the same problem and seeds. Every kernel that lands 
 import inspect
 import mmap
 import shutil
+import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -221,6 +222,14 @@ class Mutation:
     def clean(self):
         """The same problem without a mistake: equal for all mutations that share it."""
         return replace(self, name="", file="", old="", new="")
+
+
+def said(mutation):
+    """What is said of a mutation, its kernels compiled in a folder of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        overlay = mutation.overlay(folder)
+        mutation.compile(overlay)
+        return mutation.caught(overlay)
 
 
 def in_float32(name, old, new, recipe, file="forward_f32.cu", **more):
