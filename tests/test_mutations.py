@@ -23,8 +23,8 @@ def results(request, emulator):
         found, clean = {}, {}
         for mutation in wanted:
             if mutation.clean not in clean:  # which many share
-                clean[mutation.clean] = processes.submit(mutation.clean.caught, mutations.HERE)
-            found[mutation.name] = processes.submit(mutations.said, mutation), clean[mutation.clean]
+                clean[mutation.clean] = processes.submit(mutations.said_without, mutation.name)
+            found[mutation.name] = processes.submit(mutations.said, mutation.name), clean[mutation.clean]
         yield found
 
 
