@@ -224,9 +224,14 @@ class Mutation:
         return replace(self, name="", file="", old="", new="")
 
 
+def named(name):
+    """The mutation of a name, by which processes ask for it: its check may be no function that passes between them."""
+    return next(mutation for mutation in MUTATIONS if mutation.name == name)
+
+
 def said(name):
     """What is said of a mutation, its kernels compiled in a folder of their own."""
-    mutation = next(mutation for mutation in MUTATIONS if mutation.name == name)
+    mutation = named(name)
     with tempfile.TemporaryDirectory() as folder:
         overlay = mutation.overlay(folder)
         mutation.compile(overlay)
@@ -235,7 +240,7 @@ def said(name):
 
 def said_without(name):
     """What is said of the kernels as they are where a mutation is tried."""
-    return next(mutation for mutation in MUTATIONS if mutation.name == name).clean.caught(HERE)
+    return named(name).clean.caught(HERE)
 
 
 def in_float32(name, old, new, recipe, file="forward_f32.cu", **more):
@@ -278,7 +283,7 @@ SMALL_PRODUCTS = ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0))  # of parts of float32
 
 def without_product(left_out, first):
     """The small products of float32 but one, a statement each; `first` says whether sums begin."""
-    pairs = [(i, total - i) for total in (2, 1) for i in range(total + 1) if (i, total - i) != left_out]
+    pairs = [pair for pair in SMALL_PRODUCTS if pair != left_out]
     operands = [f"(BFloat16{{}}, small[n + m], a[{i}], b[{j}][2 * m], b[{j}][2 * m + 1]);" for i, j in pairs]
     begin = f"if ({first}) mma_m16n8k16_first{operands[0]} else mma_m16n8k16{operands[0]}"
     return " ".join([begin, *(f"mma_m16n8k16{rest}" for rest in operands[1:])])
