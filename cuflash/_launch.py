@@ -522,6 +522,7 @@ class _GpuDecode(_Gpu):
         super().__init__(problem, replace(plan, steps=plan.steps[len(before) :]), DECODE_POINTERS, backend)
         self.append = _GpuAppend(problem, replace(plan, steps=before), self.backend) if before else None
         self.return_lse = problem.return_lse
+        self.latent = bool(plan.steps) and plan.steps[-1].variant.kernel == "decode_latent"
         self.out, self.lse = map(_Allocation, plan.buffers[:2])
         buffers = {buffer.name: buffer for buffer in plan.buffers}
         stands = {name: made for name, made in (("lengths", "totals"), ("q", "rotated")) if made in buffers}
@@ -583,6 +584,8 @@ def decode(
         bool(batch_invariant),
     )  # fmt: skip
     key, call = _prepared(arrays, kind, scale, causal, window, engine)
+    if call is not None and call.latent and k_cache.data.ptr != v_cache.data.ptr:
+        call = None  # values that are no columns of the keys, of which validation says what is wrong
     if call is not None:
         if out is not None or k_new is not None:
             read = {_DECODE_NAMES.get(name, name): x for name, x in given.items() if x is not None}

@@ -97,6 +97,7 @@ class Plan:
 # Tiles ----------------------------------------------------------------------------------------------------------
 
 EQUAL_DIMS = (32, 64, 96, 128, 192, 256)
+RARE_DIMS = (96, 192)
 MIXED_DIMS = (64, 128, 256)  # where head_dim and value_dim fall into different sizes: fewer, to keep variants few
 
 
@@ -203,7 +204,10 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits, paged=0):
     if dtype in ("float32", "float64"):
         return _precise_variant(dtype, head_dim, value_dim, limits)
     head_dim, value_dim = _padded(head_dim, value_dim)
-    mask = mask if head_dim == value_dim else "window"  # the most general serves all, to keep variants few
+    # The most general mask serves all, to keep variants few; of head dims that are rare too, where Hopper's own kernels
+    # have the others.
+    own = head_dim == value_dim and not (limits.capability == (9, 0) and head_dim in RARE_DIMS)
+    mask = mask if own else "window"
     widest, stages = max(head_dim, value_dim), 2
     if widest <= 32:
         tile_q, tile_k, warps, blocks = 128, 64, 4, 2  # tile_k 128: 0.97 of it, causal
@@ -247,6 +251,7 @@ def variants(limits):
     for dtype in ("float16", "bfloat16"):
         found |= {forward_variant(dtype, mask, *pair, limits): None for mask in masks for pair in pairs}
         found |= {decode_variant(dtype, dim, limits, rows): None for dim in DECODE_TILES for rows in (1, 17)}
+        found |= {latent_variant(dtype, limits, rows): None for rows in LATENT_TILES}
         found |= {append_variant(dtype): None}
         found |= {cache_variant(dtype, dim, dim, limits): None for dim in CACHE_DIMS}
         found |= {backward_variant(dtype, *pair, limits): None for pair in pairs}
@@ -424,8 +429,42 @@ def decode_f32_variant(dim, limits):
     return found
 
 
+# Tiles of decode where values are columns of keys, wider than those above: by the packed rows of a tile, tile_k, warps
+# and stages; the first that fit shared memory are taken, or else those of fewer rows. One size, that of the models which
+# have such caches; what is padded is not read. By arithmetic, for an H200: 64 keys take 3,800 cycles to come from
+# memory, at the rate of one multiprocessor's share. In these, tensor cores and shared memory are done with 16 rows three
+# times and with 32 twice; 64 take 4,500 of shared memory alone, for which neighbours read the same keys from the cache.
+LATENT_DIMS = 576, 512
+LATENT_TILES = {
+    16: ((64, 8, 2), (32, 4, 3), (32, 4, 2)),
+    32: ((64, 8, 2), (32, 8, 3), (16, 4, 2)),
+    64: ((64, 8, 2), (32, 8, 2)),
+}
+
+
+def latent_variant(dtype, limits, rows=1):
+    """The kernel of decode of values that are columns of keys, for so many packed rows."""
+    wanted = next((tile_q for tile_q in LATENT_TILES if rows <= tile_q), max(LATENT_TILES))
+    return next(
+        made
+        for tile_q in sorted(LATENT_TILES, reverse=True)
+        for tile in LATENT_TILES[tile_q]
+        if tile_q <= wanted and (made := _latent_variant(dtype, tile_q, *tile)).shared_bytes <= limits.shared_bytes
+    )
+
+
+def _latent_variant(dtype, tile_q, tile_k, warps, stages):
+    head_dim, value_dim = LATENT_DIMS
+    shared = 2 * (tile_q * head_dim + stages * tile_k * head_dim + tile_q * tile_k)  # q, keys, weights
+    shared += tile_q * (12 * (16 * warps // tile_q) + 4) + 4 * warps  # sums and maxima of warps, a factor; flags
+    shared = -(-shared // 16) * 16 + 16
+    return Variant("decode_latent", dtype, "window", head_dim, value_dim, tile_q, tile_k, warps, 1, stages, shared)
+
+
 def decode_variant_of(kind, head_dim, value_dim, limits, rows=1):
     """The kernel of decode for caches of a dtype or format, head dims as given and so many packed rows."""
+    if max(head_dim, value_dim) > max(DECODE_TILES):
+        return latent_variant(kind, limits, rows)
     if kind == "float32":
         return decode_f32_variant(decode_f32_dims(head_dim, value_dim)[0], limits)
     if kind in FORMATS:
@@ -846,6 +885,9 @@ FEWEST_BESIDE_OTHERS = 1024  # keys of a split, where there are blocks enough wi
 # Keys of a split where caches are full, so that one long sequence among short ones does not take long: with 4096, 1.03
 # of the time where all are long.
 MOST_KEYS = 16384
+# Of values that are columns of keys, parts are long: 2 KB a row, which the block that comes last adds by itself. With
+# splits as many as the root of this share of the keys, that takes about as long as what a split has to do.
+LATENT_SPLIT = 32
 MOST_WAVES = 16  # so long as the blocks are no more, for those of short sequences have nothing to do but end
 
 
@@ -878,6 +920,8 @@ def _portable_decode(problem, limits, reason):
     operands, copies, _, where = _layout.lay_out(problem.batch, uses)
     pages = problem.k.shape[:1]
     caches = {"k": Use(problem.k, kind, 16), "v": Use(problem.v, kind, 16)}
+    if variant.kernel == "decode_latent":
+        del caches["v"]  # read as columns of k
     _, more, _, there = _layout.lay_out(pages, caches)
     where, copies = where | there, copies | more
     paging, tables = _paging(problem)
@@ -1037,6 +1081,9 @@ def _splits(problem, variant, limits, items):
     # A block a multiprocessor reads as fast as two, and parts are half as many to add. On an H200, with 8 items: 1 x 8k
     # 16.2 us with 16 splits, 18.6 with 33; 1 x 64k 67.6, 71.0 and, with 66, 82.3. With 64: 67.1 with 2, 67.9 with 4.
     filling = _filling(1, limits, items)
+    if variant.kernel == "decode_latent":
+        fewest = tile * variant.stages
+        return max(min(filling, -(-most * tile // fewest), math.isqrt(most * tile // LATENT_SPLIT) + 1), 1), fewest // tile
     if problem.page_table is not None or problem.kv_format is not None:
         # Where pages are looked up or bytes converted it does not: pages of 16, with 32 items, 1 x 64k 264 us with 4
         # splits, 247 with 8. Short splits are no gain: 1 x 8k, with 8, 16.7 us with 16, 18.1 with 33.

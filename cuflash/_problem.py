@@ -20,6 +20,8 @@ ENGINES = ("numpy", "portable", "sm90")
 LONGEST = 10**9  # rows or keys of one head: a row index plus a mask's shift fits 32 bits
 LARGEST_AXIS = 2**31 - 1  # of those in front of heads
 WIDEST = 256  # head_dim and value_dim of the GPU engines
+WIDEST_LATENT = 576, 512  # and of decode where values are the first columns of their keys, of these dtypes
+LATENT_DTYPES = "float16", "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Problem:
     overflow: Table | None = None
     splits: int | None = None
     batch_invariant: bool = False
+    latent: bool = False  # whether v is k's first columns, where these lie
 
     @property
     def cached(self):
@@ -426,9 +429,8 @@ def _sizes(function, q, k, v, names=("q", "k", "v")):
     for name, array in ((q_name, q), (k_name, k)):
         if array.shape[-2] > LONGEST:
             raise ValueError(f"{function}: {name} has length {array.shape[-2]}; wanted at most {LONGEST}")
-    for name, dim in ((f"{q_name} has head_dim", head_dim), (f"{v_name} has value_dim", value_dim)):
-        if dim > WIDEST and library(q) == "cupy":
-            raise ValueError(f"{function}: {name} {dim}; wanted at most {WIDEST} on a GPU")
+    if library(q) == "cupy":
+        _check_widths(function, k, v, {f"{q_name} has head_dim": head_dim, f"{v_name} has value_dim": value_dim})
     return {
         "heads": heads,
         "key_heads": key_heads,
@@ -438,6 +440,25 @@ def _sizes(function, q, k, v, names=("q", "k", "v")):
         "value_dim": value_dim,
         "head_axis": max(q.ndim, k.ndim, v.ndim) > 2,
     }
+
+
+def _check_widths(function, k, v, dims):
+    """Head dims, by what a message says of each, against what the GPU engines are made for."""
+    serves, wide = function == "decode", ""
+    latent = serves and k.dtype.name in LATENT_DTYPES and in_keys(k, v)
+    if serves:
+        wide = f", or {WIDEST_LATENT[0]} and {WIDEST_LATENT[1]} where v_cache is k_cache[..., :value_dim] in 16 bits"
+    for (said, dim), most in zip(dims.items(), WIDEST_LATENT if latent else (WIDEST, WIDEST), strict=True):
+        if dim > most:
+            raise ValueError(f"{function}: {said} {dim}; wanted at most {WIDEST} on a GPU{wide}")
+
+
+def in_keys(k, v):
+    """Whether v is the first columns of k, where these lie."""
+    if k.shape[:-1] != v.shape[:-1] or k.shape[-1] < v.shape[-1] or k.dtype != v.dtype:
+        return False
+    axes = zip(v.shape, k.strides, v.strides, strict=True)
+    return v.size == 0 or _pointer(k) == _pointer(v) and all(n == 1 or one == other for n, one, other in axes)
 
 
 def _batch(function, arrays):
@@ -628,6 +649,7 @@ def decode(
         splits=_splits(splits),
         batch_invariant=bool(batch_invariant),
         kv_format=kv_format,
+        latent=in_keys(k_cache, v_cache),
         **_tables(described | scales),
     )
     if out is None:

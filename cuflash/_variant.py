@@ -149,6 +149,7 @@ KERNELS = {
     "decode": ("decode.cu", _decode_args()),
     "decode_8bit": ("decode_8bit.cu", _decode_args()),
     "decode_f32": ("decode_f32.cu", _decode_args()),
+    "decode_latent": ("decode_latent.cu", _decode_args()),
     "backward_rows": ("backward_rows.cu", _BACKWARD_ARGS),
     "backward": ("backward.cu", _backward_args()),
     "backward_f32": ("backward_f32.cu", _BACKWARD_ARGS["float32"]),

@@ -9,7 +9,7 @@
 // What limits speed: memory. The rings of a multiprocessor's blocks keep some 190 KB on the way to it.
 #include "careful.cuh"
 #include "score.cuh"
-#include "split.cuh"
+#include "rings.cuh"
 
 namespace cuflash {
 

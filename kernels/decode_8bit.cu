@@ -23,7 +23,7 @@
 // integers and 2 of float16, beside one product. A tile's pages are looked up once in RUN keys where pages allow it.
 #include "careful.cuh"
 #include "eight_bit.cuh"
-#include "split.cuh"
+#include "rings.cuh"
 
 namespace cuflash {
 

@@ -18,7 +18,7 @@
 // would add to this the splitting of every number into three.
 #include "careful.cuh"
 #include "score.cuh"
-#include "split.cuh"
+#include "rings.cuh"
 
 namespace cuflash {
 

@@ -2033,6 +2033,7 @@ for dtype in ("float16", "float32", "float64"):
 EXAMPLES += [_plan.append_variant("float16"), _plan.decode_variant("float16", 64, HOPPER)]
 EXAMPLES += [_plan.decode_8bit_variant("e4m3", 64, HOPPER), _plan.cache_variant("float16", 64, 64, HOPPER)]
 EXAMPLES += [_plan.decode_f32_variant(64, HOPPER), _plan.append_variant("float32")]
+EXAMPLES += [_plan.latent_variant("float16", HOPPER)]
 EXAMPLES = list(dict.fromkeys(EXAMPLES))  # float32 and float64 have one kernel for all masks
 
 
@@ -2122,6 +2123,6 @@ def test_args_lie_where_the_struct_puts_them(kernel, real):
     pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
     forward = _variant.FORWARD_POINTERS
     others = {"append": _variant.APPEND_POINTERS, "forward_parts": forward["forward_f32_sm90"]} | forward
-    others |= dict.fromkeys(("decode", "decode_8bit", "decode_f32"), _variant.DECODE_POINTERS)
+    others |= dict.fromkeys(("decode", "decode_8bit", "decode_f32", "decode_latent"), _variant.DECODE_POINTERS)
     pointers = others.get(kernel, pointers if kernel.startswith("backward") else "q k v out lse")
     assert args.names[: len(pointers.split())] == tuple(pointers.split()), "a launch packs the pointers first"

@@ -456,7 +456,7 @@ MUTATIONS = (
         )
     ),
     Mutation(
-        "sequence_without_room_answered", "split.cuh", "bool missing = refused(args, place);", "bool missing = false;",
+        "sequence_without_room_answered", "rings.cuh", "bool missing = refused(args, place);", "bool missing = false;",
         NO_ROOM, testing.check_decode_overflow,
     ),
     *(
@@ -467,6 +467,39 @@ MUTATIONS = (
                 "clamp((place.split + 1) * share, 0, tiles)", "clamp((place.split + 1) * share - 1, 0, tiles)",
                 CACHE, testing.check_decode_bound,
             ),
+            (
+                "sum_of_parts_not_rescaled", "out[p].values[e] * factor)", "out[p].values[e])",
+                STEEP_CACHE, testing.check_decode_bound,
+            ),
+            (
+                "parts_weighed_alike", "ex2_approx(other.shift() - row.shift())", "1.0f",
+                STEEP_CACHE, testing.check_decode_bound,
+            ),
+            (
+                "part_without_keys_weighed", "other.sum == 0 ? 0.0f : ex2", "ex2", replace(FIRST_ROWS, scale=40.0),
+                testing.check_decode_bound,
+            ),
+            (
+                "arrived_before_all_warps_have_stored", "    sync_threads();\n    if (fresh_thread_index() == 0) {",
+                "    if (fresh_thread_index() == 0) {", BUSY, testing.check_decode_splits,
+            ),
+            (
+                "counter_left_as_it_is", "if (mine) store_global(arrived, 0);", "",
+                CACHE, testing.check_decode_bound,
+            ),
+            (
+                "counter_of_another_tile", "args.arrived + tile_index(args, place) * sizeof(int);",
+                "args.arrived + place.tile * sizeof(int);", BUSY, testing.check_decode_splits,
+            ),
+            (
+                "hidden_values_of_decode_not_noticed", "any((finite != 0.0f && is_finite(inverse)) ||", "any(",
+                WINDOWED, testing.check_decode_hidden_keys,
+            ),
+        )
+    ),
+    *(
+        Mutation(name, "rings.cuh", old, new, recipe, check)
+        for name, old, new, recipe, check in (
             (
                 "place_in_a_page_off", "divide(key) * pages.size.value;", "divide(key) * (pages.size.value - 1);",
                 CACHE, testing.check_decode_bound,
@@ -497,34 +530,6 @@ MUTATIONS = (
             (
                 "out_written_over_values_in_use", "    sync_warp();\n    leave(", "    leave(",
                 LONG_CACHE, testing.check_decode_bound,
-            ),
-            (
-                "sum_of_parts_not_rescaled", "out[p].values[e] * factor)", "out[p].values[e])",
-                STEEP_CACHE, testing.check_decode_bound,
-            ),
-            (
-                "parts_weighed_alike", "ex2_approx(other.shift() - row.shift())", "1.0f",
-                STEEP_CACHE, testing.check_decode_bound,
-            ),
-            (
-                "part_without_keys_weighed", "other.sum == 0 ? 0.0f : ex2", "ex2", replace(FIRST_ROWS, scale=40.0),
-                testing.check_decode_bound,
-            ),
-            (
-                "arrived_before_all_warps_have_stored", "    sync_threads();\n    if (fresh_thread_index() == 0) {",
-                "    if (fresh_thread_index() == 0) {", BUSY, testing.check_decode_splits,
-            ),
-            (
-                "counter_left_as_it_is", "if (mine) store_global(arrived, 0);", "",
-                CACHE, testing.check_decode_bound,
-            ),
-            (
-                "counter_of_another_tile", "args.arrived + tile_index(args, place) * sizeof(int);",
-                "args.arrived + place.tile * sizeof(int);", BUSY, testing.check_decode_splits,
-            ),
-            (
-                "hidden_values_of_decode_not_noticed", "any((finite != 0.0f && is_finite(inverse)) ||", "any(",
-                WINDOWED, testing.check_decode_hidden_keys,
             ),
             (
                 "mask_of_decode_one_key_too_far", "j >= first && j < end ?", "j >= first && j <= end ?",
@@ -648,12 +653,12 @@ MUTATIONS = (
             ("odd_bytes_are_the_even_ones", "eight_bit.cuh", "word >> 8 & BYTES", "word & BYTES", INT8),
             ("bytes_of_e4m3_not_sorted", "eight_bit.cuh", "0x3120", "0x3210", E4M3_WINDOWED),
             (
-                "keys_read_beyond_a_length", "split.cuh", "read = read && key >= work.first_key && key < work.end_key;",
+                "keys_read_beyond_a_length", "rings.cuh", "read = read && key >= work.first_key && key < work.end_key;",
                 "read = read && key >= work.first_key;", IN_ONE_PIECE,
             ),
-            ("rows_of_a_run_all_the_first", "split.cuh", "address += lane.ROW_STEP * strides.row;", "", IN_RUNS),
+            ("rows_of_a_run_all_the_first", "rings.cuh", "address += lane.ROW_STEP * strides.row;", "", IN_RUNS),
             (
-                "pages_of_a_run_looked_up_at_its_neighbour", "split.cuh", "tile * TILE_K + n * RUN;",
+                "pages_of_a_run_looked_up_at_its_neighbour", "rings.cuh", "tile * TILE_K + n * RUN;",
                 "tile * TILE_K + (n ^ 1) * RUN;", IN_RUNS,
             ),
         )

@@ -1,0 +1,308 @@
+// Warps that wait for memory alone: what kernels of decode have in common whose warps take keys for themselves.
+//
+// A warp owns every WARPS-th tile of the split, and all rows: it copies keys and values for itself, STAGES tiles ahead,
+// into a ring of its own in shared memory, and waits for no other warp. A quad of its threads owns two rows, in the
+// layout of mma.m16n8k16. A warp's result is a part, and at the end the block adds those of its warps in their order, a
+// warp a row.
+#pragma once
+
+#include "split.cuh"
+
+namespace cuflash {
+
+static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of 16 keys");
+static_assert(STAGES > 1, "STAGES: one to copy to while another is read");
+
+using KeyTile = Tile<HEAD_DIM * WIDTH / 2>;
+using ValueTile = Tile<VALUE_DIM * WIDTH / 2>;
+
+constexpr int KEY_BYTES = TILE_K * KeyTile::PITCH, VALUE_BYTES = TILE_K * ValueTile::PITCH;
+constexpr int SCALE_BYTES = WIDTH == 1 ? TILE_K * sizeof(float) : 0;  // of a tile's keys, and of its values
+constexpr int STAGE_BYTES = KEY_BYTES + VALUE_BYTES + 2 * SCALE_BYTES;
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+
+struct Shared {
+    char queries[QUERY_BYTES];
+    char rings[WARPS][RING_BYTES];  // a warp's stages of keys and values; at the end, its rows of out
+    SoftmaxRow<float> rows[WARPS][TILE_Q];
+    alignas(16) int last;  // whether this block is the last of its rows
+};
+// Behind it: of 8 bits, factors of rows of scores; of float32, weights of a tile, of each warp and key so far apart
+// that lanes which write together meet no bank twice.
+constexpr int FACTOR_BYTES = WIDTH == 1 ? TILE_Q * sizeof(float) : 0;
+constexpr int WEIGHT_PITCH = (TILE_Q + 4) * sizeof(float), WEIGHT_BYTES = MULTIPLY_ADDS ? TILE_K * WEIGHT_PITCH : 0;
+static_assert(sizeof(Shared) + FACTOR_BYTES + WARPS * WEIGHT_BYTES == SHARED_BYTES,
+              "SHARED_BYTES: what the rings and rows take");
+constexpr int RINGS_START = OFFSET_OF(Shared, rings), ROWS_START = OFFSET_OF(Shared, rows);
+constexpr int LAST_START = OFFSET_OF(Shared, last), FACTORS_START = sizeof(Shared), WEIGHTS_START = sizeof(Shared);
+
+using Scores = float[BLOCKS][TILE_K / 8][4];
+using Out = float[BLOCKS][VALUE_DIM / 8][4];
+using Rows = SoftmaxRow<float>[BLOCKS][2];  // a thread's rows g and g + 8
+
+// Spelled out: of an array of arrays of classes, NVRTC 13.0 runs the default initialisers of the first array alone.
+__device__ __forceinline__ void clear(Rows& rows) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) rows[block][half] = SoftmaxRow<float>{};
+    }
+}
+
+__device__ __forceinline__ void clear(Out& out) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int n = 0; n < VALUE_DIM / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) out[block][n][e] = 0.0f;
+        }
+    }
+}
+
+// Row within the tile of element e of an accumulator's 16 x 8 block.
+__device__ __forceinline__ int row_of(int block, int half) { return 16 * block + 8 * half + lane_index() / 4; }
+
+// Copies ----------------------------------------------------------------------------------------------------------
+
+// A lane copies the chunks chunk, chunk + LANES ... of every ROW_STEP-th row of a tile, of keys and of values.
+constexpr int least(int a, int b) { return a < b ? a : b; }
+constexpr int LANES = least(8, least(KeyTile::CHUNKS & -KeyTile::CHUNKS, ValueTile::CHUNKS & -ValueTile::CHUNKS));
+
+template <int LANES>
+struct Lane {
+    static constexpr int ROW_STEP = WARP / LANES;
+    static constexpr int ROWS = TILE_K / ROW_STEP;
+    uint32 row, chunk;  // the first of each
+    __device__ Lane() {
+        const uint32 lane = lane_index();
+        row = lane / LANES;
+        chunk = lane % LANES;
+    }
+    // The key in row n of those of a tile that the lane copies.
+    __device__ __forceinline__ int key(int tile, int n) const {
+        return tile * TILE_K + static_cast<int>(row) + n * ROW_STEP;
+    }
+};
+
+// The pages of a tile's rows, -1 where nothing is to be read: one of each row that a lane copies or, where RUN is above
+// 1, one of each run of so many keys, which are known to lie in a page.
+template <int RUN, int LANES>
+struct RowPages {
+    static constexpr int COUNT = RUN == 1 ? Lane<LANES>::ROWS : TILE_K / RUN;
+    int page[COUNT];
+
+    // The first key of run n, and whether one of its keys is of the split.
+    static __device__ __forceinline__ int key(const Lane<LANES>& lane, int tile, int n) {
+        return RUN == 1 ? lane.key(tile, n) : tile * TILE_K + n * RUN;
+    }
+    static __device__ __forceinline__ bool seen(const Work& work, int key) {
+        return key + RUN > work.first_key && key < work.end_key;
+    }
+};
+
+// Sends for the pages of a tile. Nothing here waits for them.
+template <int RUN, int LANES>
+__device__ __forceinline__ RowPages<RUN, LANES> look_up(const Pages& pages, const Work& work, const Lane<LANES>& lane,
+                                                        int tile) {
+    RowPages<RUN, LANES> rows;
+#pragma unroll
+    for (int n = 0; n < rows.COUNT; ++n) {
+        const int key = rows.key(lane, tile, n), page = pages.size.divide(key);
+        const bool seen = rows.seen(work, key);
+        rows.page[n] = seen ? pages.number(page) : -1;
+    }
+    return rows;
+}
+
+// Pages that do not exist are not read, but `missing`.
+template <int RUN, int LANES>
+__device__ __forceinline__ void check(RowPages<RUN, LANES>& rows, const Pages& pages, const Work& work,
+                                      const Lane<LANES>& lane, int tile, bool& missing) {
+#pragma unroll
+    for (int n = 0; n < rows.COUNT; ++n) {
+        const int key = rows.key(lane, tile, n);
+        if (pages.exists(rows.page[n])) continue;
+        rows.page[n] = -1;
+        missing |= rows.seen(work, key);
+    }
+}
+
+// Copies a tile of rows of `bytes`; what is not to be read becomes zeros. `source` is the lane's first chunk of row 0 of
+// page 0.
+template <typename Shape, int RUN, int LANES>
+__device__ __forceinline__ void copy_rows(uint32 base, const char* source, const Strides& strides, const Pages& pages,
+                                          const Work& work, const RowPages<RUN, LANES>& rows, const Lane<LANES>& lane,
+                                          int tile, int bytes) {
+    auto each = [&](auto copy) {
+        const char* address = source;
+#pragma unroll
+        for (int n = 0; n < lane.ROWS; ++n) {
+            const int run = RUN == 1 ? n : n * lane.ROW_STEP / RUN, key = lane.key(tile, n);
+            bool read = rows.page[run] >= 0;
+            if (RUN > 1) read = read && key >= work.first_key && key < work.end_key;
+            if (n * lane.ROW_STEP % RUN == 0) {  // a run begins
+                const int place = key - pages.size.divide(key) * pages.size.value;
+                address = source + rows.page[run] * strides.batch1 + place * strides.row;
+            } else {
+                address += lane.ROW_STEP * strides.row;
+            }
+#pragma unroll
+            for (int c = 0; c < Shape::CHUNKS; c += LANES) {
+                const uint32 to = base + Shape::offset(lane.row + n * lane.ROW_STEP, lane.chunk + c);
+                const int left = bytes - static_cast<int>(lane.chunk + c) * CHUNK;  // to the row's end
+                copy(to, address + c * CHUNK, left, read);
+            }
+        }
+    };
+    if (bytes % CHUNK == 0) {
+        each([](uint32 to, const char* from, int left, bool read) { cp_async_16(to, from, read && left > 0); });
+    } else {
+        each([](uint32 to, const char* from, int left, bool read) {
+            cp_async_16(to, from, read ? clamp(left, 0, CHUNK) : 0);
+        });
+    }
+}
+
+// What is copied with the rows of keys and values: nothing.
+struct NoScales {
+    struct Found {};
+    __device__ __forceinline__ Found look_up(int) const { return {}; }
+    __device__ __forceinline__ void copy_keys(uint32, int, const Found&) const {}
+    __device__ __forceinline__ void copy_values(uint32, int, const Found&) const {}
+};
+
+// A warp's tiles, one after the other, through its ring; returns whether a page of any lane's was missing. `begin()` is
+// called when the rows of q, whose copies come first, are here for the thread; `with_keys(key, stage)` when a tile's
+// keys are, from `key` on, in the stage at that address; `with_values(stage)` when its values are.
+template <int RUN, typename Scales, typename Begin, typename WithKeys, typename WithValues>
+__device__ __forceinline__ bool stream(const Args& args, const Paged& place, const Work& work, const Pages& pages,
+                                       uint32 ring, const Scales& scales, Begin begin, WithKeys with_keys,
+                                       WithValues with_values) {
+    struct Found {
+        RowPages<RUN, LANES> rows;
+        typename Scales::Found scales;
+    };
+    // Tile n of the warp goes through stage n % STAGES. Every step commits a group, be there something in it or not.
+    const Lane<LANES> lane;
+    const char* keys = args.k + place.key_head * args.k_strides.head + lane.chunk * CHUNK;
+    const char* values = args.v + place.key_head * args.v_strides.head + lane.chunk * CHUNK;
+    bool missing = refused(args, place);
+    auto tile_of = [&](int n) { return work.first_tile + warp_index() + n * WARPS; };
+    auto find = [&](int tile) { return Found{look_up<RUN>(pages, work, lane, tile), scales.look_up(tile)}; };
+    auto load_keys = [&](int tile, int stage, const Found& from) {
+        if (tile < work.end_tile) {
+            const uint32 to = ring + stage * STAGE_BYTES;
+            copy_rows<KeyTile>(to, keys, args.k_strides, pages, work, from.rows, lane, tile, args.head_dim * WIDTH);
+            scales.copy_keys(to + KEY_BYTES + VALUE_BYTES, tile, from.scales);
+        }
+        cp_async_commit_group();
+    };
+    auto load_values = [&](int tile, int stage, const Found& from) {
+        if (tile < work.end_tile) {
+            const uint32 to = ring + stage * STAGE_BYTES + KEY_BYTES;
+            copy_rows<ValueTile>(to, values, args.v_strides, pages, work, from.rows, lane, tile,
+                                 args.value_dim * WIDTH);
+            scales.copy_values(to + VALUE_BYTES + SCALE_BYTES, tile, from.scales);
+        }
+        cp_async_commit_group();
+    };
+    Found first[STAGES];
+#pragma unroll
+    for (int n = 0; n < STAGES; ++n) first[n] = find(tile_of(n));
+    Found next = find(tile_of(STAGES));
+#pragma unroll
+    for (int n = 0; n < STAGES; ++n) {
+        check(first[n].rows, pages, work, lane, tile_of(n), missing);
+        load_keys(tile_of(n), n, first[n]);
+        if (n < STAGES - 1) load_values(tile_of(n), n, first[n]);
+    }
+    Found from = first[STAGES - 1];  // of what was copied last
+    cp_async_wait_group<2 * STAGES - 1>();
+    begin();
+
+    int stage = 0, before = STAGES - 1;  // of this tile and of the one before
+#pragma unroll 1
+    for (int tile = tile_of(0); tile < work.end_tile; tile += WARPS) {
+        cp_async_wait_group<2 * STAGES - 2>();
+        sync_warp();  // the keys are here for all lanes, and all have left the values before
+        load_values(tile + (STAGES - 1) * WARPS, before, from);
+        with_keys(tile * TILE_K, ring + stage * STAGE_BYTES);
+
+        cp_async_wait_group<2 * STAGES - 2>();
+        sync_warp();  // the values are here, and all have left the keys
+        from = next;
+        check(from.rows, pages, work, lane, tile + STAGES * WARPS, missing);
+        load_keys(tile + STAGES * WARPS, stage, from);
+        next = find(tile + (STAGES + 1) * WARPS);
+        with_values(ring + stage * STAGE_BYTES);
+        before = stage;
+        stage = stage + 1 < STAGES ? stage + 1 : 0;
+    }
+    return any(missing);
+}
+
+// Scores ----------------------------------------------------------------------------------------------------------
+
+// Hidden scores are selected to -inf, whatever they are.
+__device__ __forceinline__ void hide(Scores& scores, const Mask& mask, const Paged& place, int first_row, int key) {
+    const int lane = lane_index();
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = place.query(first_row + row_of(block, half));
+            const int first = mask.first_key(i) - key, end = mask.end_key(i) - key;
+#pragma unroll
+            for (int n = 0; n < TILE_K / 8; ++n) {
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                    const int j = 8 * n + lane % 4 * 2 + e % 2;
+                    scores[block][n][e] = j >= first && j < end ? scores[block][n][e] : -INFINITE;
+                }
+            }
+        }
+    }
+}
+
+// Parts -----------------------------------------------------------------------------------------------------------
+
+// In shared memory rows of out lie so far apart that lanes which write together, 8 or 16 bytes each, meet no bank
+// twice.
+constexpr int OUT_PITCH = (VALUE_DIM + 16 / WIDTH) * sizeof(float);
+static_assert(TILE_Q * OUT_PITCH <= RING_BYTES, "STAGES: room for a warp's rows of out");
+
+// Row r of the sum of the warps' parts.
+__device__ __forceinline__ Part sum_of_warps(uint32 shared, int r) {
+    Part part;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {
+        const uint32 ring = shared + RINGS_START + warp * RING_BYTES + r * OUT_PITCH;
+        const uint32 row = shared + ROWS_START + (warp * TILE_Q + r) * sizeof(SoftmaxRow<float>);
+        part.add(load_shared<SoftmaxRow<float>>(row),
+                 [&](int column) { return load_shared<Quad>(ring + column * sizeof(float)); });
+    }
+    return part;
+}
+
+__device__ __forceinline__ void finish(Rows& rows, bool missing) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) finish<4>(rows[block][half], missing);
+    }
+}
+
+// The end of a block: its warps' parts are added and, where there are several splits, those of all. `leave(ring, rows)`
+// writes the warp's part to shared memory, `store(r, part)` what row r of the block's tile comes to.
+template <typename Leave, typename Store>
+__device__ __forceinline__ void join(const Args& args, const Paged& place, const Work& work, uint32 shared, Leave leave,
+                                     Store store) {
+    sync_warp();
+    leave(shared + RINGS_START + warp_index() * RING_BYTES,
+          shared + ROWS_START + warp_index() * TILE_Q * sizeof(SoftmaxRow<float>));
+    sync_threads();
+    conclude(args, place, work, shared + LAST_START, [&](int r) { return sum_of_warps(shared, r); }, store);
+}
+
+}  // namespace cuflash
