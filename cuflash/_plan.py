@@ -430,10 +430,10 @@ def decode_f32_variant(dim, limits):
 
 
 # Tiles of decode where values are columns of keys, wider than those above: by the packed rows of a tile, tile_k, warps
-# and stages; the first that fit shared memory are taken, or else those of fewer rows. One size, that of the models which
-# have such caches; what is padded is not read. By arithmetic, for an H200: 64 keys take 3,800 cycles to come from
-# memory, at the rate of one multiprocessor's share. In these, tensor cores and shared memory are done with 16 rows three
-# times and with 32 twice; 64 take 4,500 of shared memory alone, for which neighbours read the same keys from the cache.
+# and stages; the first that fit shared memory are taken, or else those of fewer rows. One size, that of the models that
+# have such caches; what is padded is not read. By arithmetic, for an H200: 64 keys come from memory in 3,800 cycles of
+# a multiprocessor. Its shared memory is asked for 290 KB meanwhile where there are 16 rows, 380 where there are 32, and
+# gives 128 bytes a cycle; for 64 rows it takes 5,000 cycles, and neighbours read the same keys from the cache.
 LATENT_DIMS = 576, 512
 LATENT_TILES = {
     16: ((64, 8, 2), (32, 4, 3), (32, 4, 2)),
@@ -1081,15 +1081,16 @@ def _splits(problem, variant, limits, items):
     # A block a multiprocessor reads as fast as two, and parts are half as many to add. On an H200, with 8 items: 1 x 8k
     # 16.2 us with 16 splits, 18.6 with 33; 1 x 64k 67.6, 71.0 and, with 66, 82.3. With 64: 67.1 with 2, 67.9 with 4.
     filling = _filling(1, limits, items)
-    if variant.kernel == "decode_latent":
-        fewest = tile * variant.stages
-        return max(min(filling, -(-most * tile // fewest), math.isqrt(most * tile // LATENT_SPLIT) + 1), 1), fewest // tile
-    if problem.page_table is not None or problem.kv_format is not None:
+    latent = variant.kernel == "decode_latent"  # blocks fill a multiprocessor, and all warps take each tile
+    if latent:
+        filling = min(filling, math.isqrt(most * tile // LATENT_SPLIT) + 1)
+    elif problem.page_table is not None or problem.kv_format is not None:
         # Where pages are looked up or bytes converted it does not: pages of 16, with 32 items, 1 x 64k 264 us with 4
         # splits, 247 with 8. Short splits are no gain: 1 x 8k, with 8, 16.7 us with 16, 18.1 with 33.
         filling = max(filling, min(_filling(2, limits, items), most * tile // SHORT_KEYS))
     balancing = min(-(-most * tile // MOST_KEYS), MOST_WAVES * limits.processors * variant.blocks_per_sm // items)
-    fewest = tile * variant.warps if filling > 1 else FEWEST_BESIDE_OTHERS  # at least a tile for each warp
+    fewest = tile * (variant.stages if latent else variant.warps)  # at least a tile for each warp
+    fewest = fewest if filling > 1 else FEWEST_BESIDE_OTHERS
     return max(min(max(filling, balancing), -(-most * tile // fewest)), 1), fewest // tile
 
 

@@ -245,6 +245,9 @@ class CacheRecipe:
         Keywords of `cuflash.decode`.
     kv_format : {None, "int8", "e4m3"}
         Of the caches; None: they are of q's dtype.
+    latent : bool
+        Whether the values are the first columns of the keys: ``v_cache`` is ``k_cache[..., :value_dim]``. Nothing is
+        appended to such a cache.
     k_scale, v_scale : {None, "head", "slot"}
         What scales 8-bit caches have.
     q, k, v, rows : str
@@ -284,6 +287,7 @@ class CacheRecipe:
     splits: int | None = None
     batch_invariant: bool = False
     kv_format: str | None = None
+    latent: bool = False
     k_scale: str | None = None
     v_scale: str | None = None
     q: str = "contiguous"
@@ -349,6 +353,8 @@ class CacheRecipe:
                 k[b, :, total - 1] = PLANTED * np.sign(q[b, 0, -1])
                 v[b, :, total - 1] *= 16
             k[b, :, total:] = v[b, :, total:] = 0
+        if self.latent:
+            v = k[..., : self.value_dim]
         if self.kv_format is None:
             return q, k, v
         k, k_scale = _quantised(k, self.kv_format, self.k_scale)
@@ -405,6 +411,7 @@ class CacheRecipe:
         layouts = self.q, self.k, self.v, *({"k_scale": self.k, "v_scale": self.v}[name] for name in slots)
         q, k, v, *slotted = (lay_out(x, layout, xp) for x, layout in zip((q, *owned), layouts, strict=True))
         tables |= {name: x[..., 0] for name, x in zip(slots, slotted, strict=True)}
+        v = k[..., : self.value_dim] if self.latent else v
         return q, k, v, {name: xp.asarray(x) for name, x in tables.items()} | self.new(values, xp)
 
     def _paged(self, caches):
@@ -455,10 +462,11 @@ def _scales_of(values):
 
 def cache_recipe(
     choose, *, dtypes=("float16", "bfloat16"), formats=CACHE_FORMATS, max_length=160, max_head_dim=256, appends=True,
-    queries=FEW_ROWS,
+    queries=FEW_ROWS, latent=False,
 ):  # fmt: skip
     """A `CacheRecipe` of choices, each by ``choose(options)`` from a sequence, of which the first is the simplest.
 
+    With ``latent`` values are columns of keys, which are wider than those of others.
     ``formats`` are those of caches beside queries of 16 bits; ``(None,)`` for an attention that knows no others.
     Without ``appends`` none appends or rotates. ``queries`` are numbers of rows.
     """
@@ -469,18 +477,21 @@ def cache_recipe(
     def width():
         return choose(choose(([n for n in HEAD_DIMS if n <= max_head_dim], range(1, max_head_dim + 1))))
 
+    def value_width():
+        return min(choose((512, 512, 256, 1, choose(range(513)))), head_dim) if latent else choose((head_dim, width()))
+
     causal = choose((True, True, False, "top-left", "bottom-right"))
     side = (None, 0, 1, 15, 16, 17, 40, 64, 65)
     window = (choose(side), choose(side)) if choose((False, False, True)) else None
     lengths = tuple(length() for _ in range(choose((1, 1, 2, 2, 2, 3, 3, 4, 4, 0))))
     page_size, integers = choose(PAGE_SIZES), choose(("int32", "int32", "int64", "uint16", "uint32", "int16"))
-    head_dim = width()
+    head_dim = choose((576, 576, 320, 257, choose(range(257, 577)))) if latent else width()
     splits, batch_invariant = choose(((None, False), (1, False), (2, False), (5, False), (64, False), (None, True)))
-    heads, key_heads = choose((*HEADS, (8, 1), (20, 2)))
+    heads, key_heads = choose((*HEADS, (8, 1), (20, 2), *(((16, 1), (32, 1), (70, 1), (128, 1)) if latent else ())))
     dtype = choose(dtypes)
     kv_format = choose(formats) if dtype in ("float16", "bfloat16") else None
     k_scale, v_scale = (choose(CACHE_SCALES) if kv_format else None for _ in range(2))
-    append = choose((False, True)) if appends and kv_format is None else False
+    append = choose((False, True)) if appends and kv_format is None and not latent else False
     rotary = choose((0, choose((head_dim // 2, 1, head_dim // 4)))) if appends else 0
     return CacheRecipe(
         lengths=lengths,
@@ -491,7 +502,7 @@ def cache_recipe(
         key_heads=key_heads,
         queries=choose(queries),
         head_dim=head_dim,
-        value_dim=choose((head_dim, width())),
+        value_dim=value_width(),
         dtype=dtype,
         rotary=rotary,
         rotary_interleaved=choose((False, True)),
@@ -501,6 +512,7 @@ def cache_recipe(
         splits=splits,
         batch_invariant=batch_invariant,
         kv_format=kv_format,
+        latent=latent,
         k_scale=k_scale,
         v_scale=v_scale,
         q=choose(CACHE_LAYOUTS),
@@ -926,12 +938,18 @@ def check_decode_hidden_keys(decode, recipe, xp=np, path=None):
         _assert_decoded(_decoded(decode, recipe, recipe.arrays(xp, spoilt)), recipe, values, path, rows)
 
 
+def _appending(recipe):
+    """A recipe of a call that appends, to caches that can be appended to."""
+    dims = {name: min(getattr(recipe, name), 256) for name in ("head_dim", "value_dim")} if recipe.latent else {}
+    return replace(recipe, append=True, latent=False, kv_format=None, k_scale=None, v_scale=None, **dims)
+
+
 def check_decode_append(decode, recipe, xp=np, path=None):
     """An append is a write and then a call without one, bit for bit, and writes nothing else.
 
     With rotation, the keys that are written are within their own bound.
     """
-    recipe = replace(recipe, append=True, kv_format=None, k_scale=None, v_scale=None)
+    recipe = _appending(recipe)
     values, written = recipe.values(), recipe.written
     q, *caches, tables = recipe.arrays(xp, values)
     results = _decoded(decode, recipe, (q, *caches, tables))
@@ -979,7 +997,7 @@ def _assert_same_bits(name, one, other):
 
 def check_decode_overflow(decode, recipe, xp=np, path=None):
     """Where new keys do not fit, ``overflow`` says so, out and lse are NaN, and neither cache nor others change."""
-    recipe = replace(recipe, append=True, kv_format=None, k_scale=None, v_scale=None)
+    recipe = _appending(recipe)
     if not (recipe.queries and recipe.lengths):
         return
     values, written = recipe.values(), recipe.written
@@ -1043,6 +1061,9 @@ decode_checks = (
     check_decode_append,
     check_decode_overflow,
 )
+
+# Those that hold for values that are columns of keys too, where nothing is appended.
+latent_checks = tuple(check for check in decode_checks if check not in (check_decode_append, check_decode_overflow))
 
 
 # Checks of forward on caches --------------------------------------------------------------------------------------

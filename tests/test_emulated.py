@@ -46,6 +46,12 @@ CASES = [  # check, dtype, dims, engine, examples, perhaps capability: hundreds 
     *((check.__name__, dtype, None, "portable", 30) for check in testing.prefill_checks for dtype in DTYPES[:2]),
     *(("check_prefill_bound", DTYPES[n % 2], dims, "portable", 4) for n, dims in enumerate(DECODE)),
     *(("check_decode_bound", kind, dims, "portable", 4) for kind in (*FORMATS, "float32") for dims in DECODE[::3]),
+    *((check.__name__, dtype, "latent", "portable", 3) for check in testing.latent_checks for dtype in DTYPES[:2]),
+    *(
+        ("check_decode_bound", dtype, "latent", "portable", 3, device)
+        for dtype in DTYPES[:2]
+        for device in (AMPERE, SMALL)
+    ),
     *(("check_bound", "bfloat16", dims, "sm90", 3) for dims in ((100, 40), (128, 128), (180, 128), (256, 256))),
     *((check.__name__, dtype, (200, 256), "sm90", 16) for check in testing.gradient_checks for dtype in DTYPES[:2]),
     *((check.__name__, "float32", None, "portable", 40) for check in testing.gradient_checks),

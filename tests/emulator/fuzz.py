@@ -25,8 +25,8 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, capability=(9,
     dtype : str
         Of the problems; or "tf32", which is float32 with that precision; or the format of 8-bit caches, whose queries
         are of either 16-bit dtype.
-    dims : (head_dim, value_dim), optional
-        By default they are drawn; for float32 on sm90, which leaves few columns to the portable engine, from more.
+    dims : (head_dim, value_dim) or "latent", optional
+        "latent": caches whose values are columns of their keys. By default dims are drawn; for float32 on sm90, which leaves few columns to the portable engine, from more.
     engine : str
         "portable" or "sm90".
     examples : int
@@ -48,8 +48,9 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, capability=(9,
     if check in testing.decode_checks:
         kinds = {"dtypes": ["float16", "bfloat16"], "formats": [dtype]} if dtype in FORMATS else kinds
         kinds = {"formats": [None]} | kinds
+    kinds |= {"latent": True} if dims == "latent" else {}
     recipes = testing.strategy_of(check)(**kinds, **strategy)
-    if dims is not None:
+    if isinstance(dims, tuple):
         recipes = recipes.map(lambda recipe: replace(recipe, head_dim=dims[0], value_dim=dims[1]))
     elif engine == "sm90" and dtype in ("float32", "tf32"):
         more = _plan.FEWEST_FLOAT32_COLUMNS - 1

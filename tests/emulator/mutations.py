@@ -368,6 +368,11 @@ FIRST_ROWS = replace(CACHE, queries=20, causal="top-left")
 BUSY = replace(CACHE, lengths=(290, 250, 70), heads=12, key_heads=4, queries=5)
 LONG_CACHE = replace(CACHE, lengths=(2000,), splits=1)  # rings that go round
 
+# Of values that are columns of keys: tiles of few rows and of many.
+LATENT = replace(CACHE, heads=3, key_heads=1, head_dim=576, value_dim=512, splits=2, latent=True)
+LATENT_MANY = replace(LATENT, heads=20, lengths=(290, 70), dtype="bfloat16")
+LATENT_STEEP = replace(LATENT, scale=4.0)
+
 # Forward on such caches: some tiles of rows and of keys, pages of no whole tiles and of a key each, none.
 PREFILL = testing.CacheRecipe(
     lengths=(290, 0, 70), page_size=24, heads=4, key_heads=2, queries=100, head_dim=40, value_dim=24, seed=1
@@ -534,6 +539,64 @@ MUTATIONS = (
             (
                 "mask_of_decode_one_key_too_far", "j >= first && j < end ?", "j >= first && j <= end ?",
                 WINDOWED, testing.check_decode_bound,
+            ),
+        )
+    ),
+    *(
+        Mutation(f"{name}_of_columns_of_keys", "decode_latent.cu", old, new, recipe, check)
+        for name, old, new, recipe, check in (
+            (
+                "wait_for_a_tile_one_group_short", "cp_async_wait_group<STAGES - 2>();",
+                "cp_async_wait_group<STAGES - 1>();", LATENT, testing.check_decode_bound,
+            ),
+            (
+                "warps_not_waited_for_at_a_tile", "sync_threads();  // the tile is here for all, and", "//",
+                LATENT, testing.check_decode_bound,
+            ),
+            (
+                "maxima_not_waited_for", "sync_threads();  // all maxima are here", "",
+                LATENT, testing.check_decode_bound,
+            ),
+            (
+                "weights_not_waited_for", "sync_threads();  // all weights are here", "",
+                LATENT, testing.check_decode_bound,
+            ),
+            (
+                "out_written_over_keys_in_use", "sync_threads();  // all have left queries and stages", "",
+                LATENT, testing.check_decode_bound,
+            ),
+            (
+                "pages_of_the_tile_before", "        next = look_up(pages, work, tile + STAGES);\n", "",
+                replace(LATENT, splits=1), testing.check_decode_bound,
+            ),
+            (
+                "products_of_odd_steps_left_out", "scores[0][0][e] += odd[e];", "{}",
+                LATENT, testing.check_decode_bound,
+            ),
+            (
+                "maximum_of_one_warp", "for (int n = 0; n < KEY_WARPS; ++n) {\n            top = maximum(top, load",
+                "for (int n = 0; n < 1; ++n) {\n            top = maximum(top, load",
+                replace(LATENT_STEEP, scale=40.0), testing.check_decode_bound,
+            ),
+            (
+                "out_not_rescaled", "out[block][n][e] *= factor[block][e / 2];", "{}",
+                LATENT_STEEP, testing.check_decode_bound,
+            ),
+            (
+                "weights_of_other_rows", "WeightTile::step(lane_w, 16 * block, 2 * step)",
+                "WeightTile::step(lane_w, 0, 2 * step)", LATENT_MANY, testing.check_decode_bound,
+            ),
+            (
+                "values_of_other_columns", "lane_of_a<HEAD_DIM>(warp_index() * (COLUMNS / CHUNK_ELEMENTS))",
+                "lane_of_a<HEAD_DIM>()", LATENT_MANY, testing.check_decode_bound,
+            ),
+            (
+                "sum_of_one_warp", "for (int n = 1; n < KEY_WARPS; ++n) {", "for (int n = 1; n < 1; ++n) {",
+                LATENT_MANY, testing.check_decode_bound,
+            ),
+            (
+                "mask_one_key_too_far", "j >= first && j < end ?", "j >= first && j <= end ?",
+                replace(LATENT, queries=5, causal=False, window=(40, 9)), testing.check_decode_bound,
             ),
         )
     ),
