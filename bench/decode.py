@@ -4,6 +4,7 @@
     python bench/run.py decode --cells 1x8192,64x1024 --key-heads 8 --page-size 16 --splits 4
     python bench/run.py decode --cells 1x65536,8x65536 --kv-format none,int8,e4m3 --scales slot     # 8-bit caches
     python bench/run.py decode --append --contenders ''          # beside it, calls that append and rotate too
+    python bench/run.py decode --latent --heads 16 --cells 32x8192 --contenders ''    # values that are columns of keys
 
 A figure is one CUDA graph of several calls, one behind the other, over caches that take turns: at least 8 calls, and as
 many as read 256 MB, so that none finds its cache in L2. Their time is divided by their number. Contenders are captured
@@ -22,6 +23,7 @@ import cuflash
 from cuflash._dtypes import ELEMENTS, FORMATS, KINDS
 
 FEWEST_CALLS = 8
+LATENT_DIMS = 576, 512  # of DeepSeek's models
 CELLS = "1x1024,1x8192,8x1024,8x8192,64x1024,64x8192,1x65536,1x131072,8x65536"
 CHECKED = 3  # (sequence, head) pairs
 LOOSE = 3e-2  # a contender's distance from ours
@@ -34,18 +36,25 @@ def cells(options):
             for batch, length in options.cells:
                 for page_size in options.page_size:
                     for kv_format in options.kv_format:
+                        head_dim, value_dim = LATENT_DIMS if options.latent else (options.decode_dim,) * 2
                         yield record.Case(
-                            what="decode", engine="portable", dtype=dtype, head_dim=options.decode_dim,
-                            value_dim=options.decode_dim, mask="causal", queries=options.queries, length=length,
+                            what="decode", engine="portable", dtype=dtype, head_dim=head_dim,
+                            value_dim=value_dim, mask="causal", queries=options.queries, length=length,
                             batch=batch, heads=options.heads, key_heads=key_heads, page_size=page_size or None,
                             splits=options.splits, graph=True, kv_format=None if kv_format == "none" else kv_format,
                         )  # fmt: skip
 
 
+def is_latent(case):
+    """Whether its values are the first columns of its keys."""
+    return (case.head_dim, case.value_dim) == LATENT_DIMS
+
+
 def cache_bytes(case, scales=None):
     """Bytes of keys and values, and of their scales, that a call reads."""
     size = KINDS[case.kv_format or case.dtype].itemsize
-    slot = (case.head_dim + case.value_dim) * size + (8 if case.kv_format and scales == "slot" else 0)
+    columns = case.head_dim + (0 if is_latent(case) else case.value_dim)
+    slot = columns * size + (8 if case.kv_format and scales == "slot" else 0)
     return case.batch * case.key_heads * case.length * slot
 
 
@@ -68,7 +77,7 @@ class Caches:
         pages = case.batch * -(-case.length // size)
         shape = pages, case.key_heads, size, case.head_dim
         self.q = self._normal(random, (case.batch, case.heads, case.queries, case.head_dim))
-        self.pairs = [(self._cache(random, shape), self._cache(random, shape)) for _ in range(count)]
+        self.pairs = [self._pair(random, shape) for _ in range(count)]
         self.tables = {"lengths": cupy.full(case.batch, case.length, np.int32)}
         rows = case.batch, case.key_heads, case.queries
         angles = cupy.arange(case.length)[:, None] * 1e4 ** -(cupy.arange(case.head_dim // 2) / (case.head_dim // 2))
@@ -91,6 +100,13 @@ class Caches:
             part = flat[start : start + 2**26]
             part[...] = random.standard_normal(part.size, dtype=np.float32).astype(self.dtype)
         return array
+
+    def _pair(self, random, shape):
+        """Keys and values, each with their scales."""
+        keys = self._cache(random, shape)
+        if is_latent(self.case):
+            return keys, (keys[0][..., : self.case.value_dim], None)
+        return keys, self._cache(random, shape)
 
     def _cache(self, random, shape):
         """A cache and its scales."""
@@ -199,6 +215,8 @@ def captured_torch(caches, contender):
         raise contenders.Unfit("one query a sequence only: its causal mask is top-left")
     if case.kv_format:
         raise contenders.Unfit("16-bit caches only")
+    if is_latent(case):
+        raise contenders.Unfit("values of their own only")
     q, *rest = (contenders.to_torch(x) for x in (caches.q, *(x for pair in caches.turns() for x, _ in pair)))
     pairs = list(zip(rest[::2], rest[1::2], strict=True))
     more = {"enable_gqa": True} if case.heads != case.key_heads else {}
@@ -243,7 +261,7 @@ def measure(case, options, rivals):
                 raise contenders.Unfit(f"its answer is {far:.3g} from ours")
         except Exception as error_theirs:
             contenders.left_out(name, error_theirs)
-    append = options.append and case.kv_format is None
+    append = options.append and case.kv_format is None and not is_latent(case)
     if append:  # last, since it writes to the caches
         appended = cuflash.decode(*first[0], **keywords | caches.append)
         error = float(np.max([error, error_over_bound(case, caches, appended, append=True)]))  # NaN wins

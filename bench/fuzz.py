@@ -168,6 +168,7 @@ def _dims(rng, variant):
         "decode": _plan.decode_dims,
         "decode_8bit": _plan.decode_8bit_dims,
         "decode_f32": _plan.decode_f32_dims,
+        "decode_latent": lambda *dims: dims[1] <= dims[0] > max(_plan.DECODE_TILES) and _plan.LATENT_DIMS,
     }.get(variant.kernel, _plan._padded)
     padded = _plan.cache_dims if variant.paged else padded
     while True:
@@ -232,12 +233,20 @@ def draw_cache(variant, seed):
         kinds = {"dtypes": ["float16", "bfloat16"], "formats": [variant.element]}
     if variant.paged:
         kinds |= {"appends": False, "queries": testing.MANY_ROWS}
+    latent = variant.kernel == "decode_latent"
+    if latent:
+        kinds["latent"] = True
     recipe = testing.cache_recipe(
         lambda among: among[int(rng.integers(len(among)))], max_length=longest, **kinds
     )
     head_dim, value_dim = _dims(rng, variant)
     if variant.kernel == "decode" and variant.tile_q > 16 and recipe.queries * recipe.heads // recipe.key_heads <= 16:
         recipe = dataclasses.replace(recipe, queries=int(rng.integers(17, 40)))
+    if latent:
+        least, most = {16: (1, 16), 32: (17, 32)}.get(variant.tile_q, (33, 150))
+        rows = int(rng.integers(least, most + 1))
+        queries = recipe.queries if recipe.queries <= rows else 1
+        recipe = dataclasses.replace(recipe, queries=queries, heads=rows // max(queries, 1), key_heads=1)
     recipe = dataclasses.replace(recipe, head_dim=head_dim, value_dim=value_dim)
     return recipe, rng
 
@@ -454,7 +463,7 @@ def main(argv=None):
     mains = {
         "forward": ("forward", "forward_f32", "forward_f64", "forward_sm90", "forward_f32_sm90"),
         "backward": ("backward", "backward_f32", "backward_f64", "backward_sm90"),
-        "decode": ("decode", "decode_8bit", "decode_f32"),
+        "decode": ("decode", "decode_8bit", "decode_f32", "decode_latent"),
     }
     variants = [variant for variant in variants if variant.kernel in mains[options.what]]
     if options.replay:

@@ -56,6 +56,7 @@ def parse(argv=None):
     parser.add_argument("--heads", type=int, default=32, help="of decode: query heads")
     parser.add_argument("--key-heads", default="8,32", help="of decode, by commas")
     parser.add_argument("--decode-dim", type=int, default=128, help="of decode: head_dim")
+    parser.add_argument("--latent", action="store_true", help="of decode: values that are columns of keys, a key head")
     parser.add_argument("--queries", type=int, default=1, help="of decode: rows a sequence")
     parser.add_argument("--page-size", default="0,16", help="of decode, by commas; 0 for caches in one piece")
     parser.add_argument("--kv-format", default="none", help="of decode, by commas: none (of q's dtype), int8, e4m3")
@@ -75,6 +76,7 @@ def parse(argv=None):
     options.cells = [tuple(map(int, part.split("x"))) for part in options.cells.split(",")]
     for name in ("head_dim", "length", "key_heads", "page_size"):
         setattr(options, name, [int(part) for part in getattr(options, name).split(",")])
+    options.key_heads = [1] if options.latent else options.key_heads
     options.rival = options.rival or next(iter(options.contenders), None)
     options.launches = options.launches or (1 if options.engine == "numpy" else 20)
     if options.quick:

@@ -23,7 +23,7 @@ import numpy as np
 import record
 
 import cuflash
-from cuflash import _plan
+from cuflash import _plan, _problem
 from cuflash._dtypes import ELEMENTS, FORMATS
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -68,12 +68,15 @@ def appended(q, k, v):
 def run_once(function, arrays, keywords):
     """Run a function on q, k and v: the names of the variants that were launched for it."""
     host, arrays = arrays, [gpu.to_device(x) for x in arrays]
+    latent = _problem.in_keys(*host[1:])
+    if latent:
+        arrays[2] = arrays[1][..., : host[2].shape[-1]]
     if function == "decode":
         names = []
         layouts = keywords
         keywords = {name: gpu.to_device(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()}
         steps = ({"lengths": np.array([host[1].shape[2], 7], np.int32)}, appended(*host))
-        for more in steps[: 1 if "kv_format" in keywords else 2]:  # nothing is appended to 8 bits
+        for more in steps[: 1 if "kv_format" in keywords or latent else 2]:  # nothing is appended to such caches
             rotary = {name: tuple(map(gpu.to_device, x)) for name, x in more.items() if name == "rotary"}
             given = {name: gpu.to_device(x) for name, x in more.items() if name != "rotary"}
             cuflash.decode(*arrays, **given, **rotary, **keywords)
@@ -96,6 +99,8 @@ def problems_of(variant):
     long, short = 3 * variant.tile_k + 9, variant.tile_k // 2 + 1
     if variant.function == "decode":  # several splits and one, rows of several tiles that see unlike keys, and few
         few, many = (2, 5) if variant.tile_q <= 16 else (9, 30)
+        if variant.kernel == "decode_latent" and variant.tile_q > 16:
+            few, many = (9, 16) if variant.tile_q == 32 else (30, 40)
         for exact, queries, keys, splits in ((True, few, 40 * variant.tile_k, 5), (False, many, long, 2)):
             head_dim, value_dim = dims_of(variant, exact)
             keywords = {"splits": splits}
@@ -129,6 +134,8 @@ def operands(variant, shapes, rng):
     """q, k and v on the host, with a value that most rows do not see, for the careful path."""
     if variant.element not in FORMATS:
         arrays = [rng.standard_normal(shape).astype(ELEMENTS[variant.element].dtype) for shape in shapes]
+        if variant.kernel == "decode_latent":
+            arrays[2] = arrays[1][..., : shapes[2][-1]]
         arrays[2][..., -1, :] = np.inf
         return arrays
     held = FORMATS[variant.element].dtype

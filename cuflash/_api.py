@@ -223,7 +223,8 @@ def decode(
 ):  # fmt: skip
     """Attention of each sequence's newest rows against its cache, to which it may append their keys and values first.
 
-    On a GPU for float16, bfloat16 and float32.
+    On a GPU for float16, bfloat16 and float32, head dims to 256; in 16 bits, head_dim to 576 and value_dim to 512 where
+    ``v_cache`` is ``k_cache[..., :value_dim]``, as in multi-head latent attention [2]_.
 
     Parameters
     ----------
@@ -234,7 +235,7 @@ def decode(
         page_size, head_dim). Any strides: an array ``x`` of shape (pages, page_size, key_heads, head_dim) is passed as
         ``x.swapaxes(1, 2)``.
     v_cache : array, shape (sequences, key_heads, capacity, value_dim)
-        Values, likewise.
+        Values, likewise. May be columns of ``k_cache``, unless the call appends.
     lengths : array of int, shape (sequences,), optional
         Keys of each sequence, before an append; what the cache holds beyond is not read. Default: all of them. Arrays
         on a GPU are not read by the host, and lengths outside 0 to the capacity are taken for the nearer of these.
@@ -302,9 +303,14 @@ def decode(
     An append or a rotation is one launch more, and a rotated q one more array of its size. The error is inside the
     bound of `cuflash.bounds`.
 
+    Where values are the first columns of the keys and head dims are above 256, a GPU reads these columns once. In the
+    latent attention of DeepSeek's models, with the projections of keys and values multiplied into q and out, such a
+    cache has one key head, head_dim 512 + 64 and value_dim 512; ``scale`` is that of the heads before.
+
     References
     ----------
     .. [1] T. Dao, D. Haziza, F. Massa and G. Sizov, "Flash-Decoding for long-context inference", 2023.
+    .. [2] DeepSeek-AI, "DeepSeek-V2: a strong, economical, and efficient mixture-of-experts language model", 2024.
 
     Examples
     --------
@@ -326,6 +332,12 @@ def decode(
            [1., 1., 1., 1., 1., 1., 1., 5.]], dtype=float32)
     >>> overflow, np.isnan(out).any(axis=(1, 2, 3))
     (array([0, 1], dtype=int32), array([False,  True]))
+
+    Values that are columns of the keys.
+
+    >>> latent, q = np.ones((2, 1, 8, 576), np.float16), np.ones((2, 16, 1, 576), np.float16)
+    >>> cuflash.decode(q, latent, latent[..., :512], lengths=np.array([3, 8]), scale=192**-0.5).shape
+    (2, 16, 1, 512)
     """
     return _launch.decode(
         q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, kv_format, k_new, v_new, rotary, rotary_interleaved,

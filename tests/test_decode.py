@@ -215,6 +215,61 @@ def test_a_visible_nan_is_seen(engine):
     assert np.isnan(out[0, :2, 0]).sum() == 2 and np.isnan(out[0, 2:]).all() and np.isnan(lse[0, 2:]).all()
 
 
+# Values that are columns of keys ----------------------------------------------------------------------------------
+
+
+def latent(**changes):
+    sizes = {"heads": 16, "key_heads": 1, "head_dim": 576, "value_dim": 512, "latent": True, "splits": 2}
+    return CacheRecipe(lengths=(150, 0, 65), **(sizes | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"heads": 20, "dtype": "bfloat16"}, {"heads": 128, "splits": 1, "page_size": 64},
+        {"queries": 3, "page_size": 7, "heads": 5}, {"k": "offset", "window": (40, 0), "queries": 2},
+        {"head_dim": 300, "value_dim": 1}, {"key_heads": 2, "value_dim": 300}, {"batch_invariant": True, "splits": None},
+        {"k": "swapped", "q": "swapped", "scale": -0.1, "planted": True}, {"head_dim": 64, "value_dim": 40},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_that_are_columns_of_keys(engine, changes):
+    recipe = latent(**changes)
+    hold(engine, testing.check_decode_bound, recipe)
+    if changes.get("heads") != 128:  # which take their time where kernels are emulated
+        hold(engine, testing.check_decode_placement, recipe)
+
+
+@pytest.mark.parametrize("queries, heads", [(1, 6), (4, 5), (2, 20)])
+def test_hidden_keys_whose_columns_are_values(engine, queries, heads):
+    for changes in ({}, {"causal": False, "window": (9, 9), "page_size": 16}):
+        hold(engine, testing.check_decode_hidden_keys, latent(queries=queries, heads=heads, **changes))
+
+
+def test_a_visible_nan_in_keys_whose_columns_are_values_is_seen(engine):
+    q, k = draw(engine, (2, 16, 1, 576), (2, 1, 150, 576), dtype="float16")
+    k = changed(engine, k, (0, 0, 100, 550), np.nan)
+    out, lse = (reference.double(x) for x in close(engine, q, k, k[..., :512], splits=2))
+    assert np.isnan(out[0]).all() and np.isnan(lse[0]).all() and np.isfinite(out[1]).all()
+
+
+def test_columns_of_a_page_that_does_not_exist_are_not_read(engine):
+    """Rows that see them are NaN on a GPU, whoever of a block's warps has looked them up; a host says so."""
+    if engine.name == "numpy":
+        pytest.skip("the CPU engine refuses such a table")
+    for heads in (16, 40):
+        q, k = draw(engine, (2, heads, 1, 576), (20, 1, 16, 576), dtype="bfloat16")
+        table = np.arange(20, dtype=np.int32).reshape(2, 10)
+        for page in (0, 3, 9):
+            broken = table.copy()
+            broken[0, page] = (-1, 20, 2**31 - 1)[page % 3]
+            given = {"lengths": engine.xp.asarray(np.full(2, 160, np.int32)), "splits": 2, "return_lse": True}
+            out, lse = cuflash.decode(q, k, k[..., :512], page_table=engine.xp.asarray(broken), **given)
+            whole = cuflash.decode(q, k, k[..., :512], page_table=engine.xp.asarray(table), **given)
+            assert np.isnan(reference.double(out[0])).all() and np.isnan(reference.host(lse[0])).all()
+            assert same((out[1], lse[1]), (whole[0][1], whole[1][1]))
+
+
 # 8-bit caches -----------------------------------------------------------------------------------------------------
 
 CODES = np.arange(256, dtype=np.uint8)

@@ -766,6 +766,7 @@ BYTES = [INT8[0], *[CACHE.astype(np.uint8)] * 2]
 HEADS, SLOTS = x(2), x(3, 2, 6)
 INTEGERS = np.zeros(3, np.int32)
 APPEND = words(lengths=LENGTHS, k_new=x(3, 2, 1, 8), v_new=x(3, 2, 1, 8))
+LATENT, ROW = (on_gpu(2, 1, n, 576, dtype=np.float16) for n in (6, 1))
 DECODE = [
     ([QKV[0], CACHE, CACHE], {}, ValueError, "q has shape (2, 4, 8); wanted 4 axes"),
     ([Q, CACHE[0], CACHE], {}, ValueError, "k_cache has shape (2, 6, 8); wanted 4 axes"),
@@ -800,6 +801,23 @@ DECODE = [
     ),
     (CACHED, words(lengths=LENGTHS.astype(np.float32)), TypeError, "lengths has dtype float32; wanted integers"),
     (CACHED, words(splits=0), ValueError, "splits is 0; wanted 1 or more"),
+    *(
+        ([wide_q, k, v], {}, ValueError, f"{said}; wanted at most 256 on a GPU, or 576 and 512 where v_cache is "
+         "k_cache[..., :value_dim] in 16 bits")
+        for wide_q, k, v, said in (
+            (ROW, LATENT, LATENT[..., 1:], "q has head_dim 576"),  # other columns
+            (ROW, LATENT, on_gpu(2, 1, 6, 512, dtype=np.float16), "q has head_dim 576"),
+            (ROW, LATENT, LATENT, "v_cache has value_dim 576"),
+            (on_gpu(2, 1, 1, 577, dtype=np.float16), on_gpu(2, 1, 6, 577, dtype=np.float16), None, "q has head_dim 577"),
+            (on_gpu(2, 1, 1, 300), on_gpu(2, 1, 6, 300), None, "q has head_dim 300"),  # of float32
+        )
+        for v in [k[..., :512] if v is None else v]
+    ),
+    (
+        [ROW, LATENT, LATENT[..., :512]],
+        words(k_new=ROW, v_new=ROW[..., :512], lengths=on_gpu(2, dtype=np.int32)), ValueError,
+        "v_cache shares memory with k_cache; wanted memory of its own",
+    ),
     (CACHED, words(splits=True), TypeError, "splits is True; wanted an integer or None"),
     (CACHED, words(splits=2.0), TypeError, "splits is 2.0; wanted an integer or None"),
     (
@@ -1345,13 +1363,14 @@ def planned_problem(recipe):
 
 @pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
 @settings(max_examples=200)
-@given(testing.caches(dtypes=("float16", "bfloat16", "float32")))
+@given(testing.caches(dtypes=("float16", "bfloat16", "float32")) | testing.caches(formats=(None,), latent=True))
 def test_every_plan_of_decode_asks_for_a_listed_variant(limits, recipe):
     problem = planned_problem(recipe)
     plan = _plan.plan(problem, limits)
     before = recipe.append or recipe.rotary
     kind = recipe.kv_format or recipe.dtype
     named = {"int8": "decode_8bit", "e4m3": "decode_8bit", "float32": "decode_f32"}
+    named = dict.fromkeys(named, "decode_latent") | {kind: "decode_latent"} if recipe.latent else named
     kernels = (["append"] if before else []) + [named.get(kind, "decode")]
     assert plan.engine == "portable"
     assert [step.variant.kernel for step in plan.steps] == (kernels if recipe.lengths and recipe.queries else [])
@@ -1385,6 +1404,70 @@ def test_every_plan_on_a_cache_asks_for_a_listed_variant(limits, recipe):
     assert {copy.name for copy in plan.copies} <= {"q", "k", "v", "lengths", "page_table"}
     with pytest.raises(ValueError, match="engine is 'sm90', but (rows of a cache|wgmma)"):
         _plan.plan(replace(problem, engine="sm90"), limits)
+
+
+def test_values_that_are_columns_of_keys_are_found_where_they_lie():
+    cache = np.zeros((3, 2, 8, 40), np.float16)
+    for k, v, found in (
+        (cache, cache[..., :24], True),
+        (cache.swapaxes(1, 2), cache.swapaxes(1, 2)[..., :24], True),
+        (cache, cache, True),
+        (cache, cache[..., :0], True),
+        (cache[..., :24], cache[..., :24], True),
+        (cache[:, :, ::-1], cache[:, :, ::-1, :24], True),
+        (cache[:, :1], cache[:, :1, :, :24], True),
+        (cache, cache[..., 1:24], False),
+        (cache, cache[..., :24].copy(), False),
+        (cache, cache[..., ::2], False),
+        (cache, cache[:, :, ::-1, :24], False),
+        (cache[..., :24], cache, False),
+        (cache[:, :1], cache[:, 1:, :, :24], False),
+        (cache, cache.view(np.uint16)[..., :24], False),
+    ):
+        assert _problem.in_keys(k, v) == found
+        assert _problem.in_keys(DeviceArray(k), DeviceArray(v)) == found
+
+
+def test_a_call_prepared_for_columns_of_keys_takes_no_other_values(monkeypatch):
+    launched = []
+    with pretended_gpu():
+        monkeypatch.setattr(_compile, "load", lambda variant, device: variant.kernel)
+        monkeypatch.setattr(_compile, "launcher", lambda kernel, *facts: lambda *_: launched.append(kernel))
+        for _ in range(2):  # the second is prepared, and other caches are as good
+            cache = on_gpu(2, 1, 6, 576, dtype=np.float16)
+            cuflash.decode(ROW, cache, cache[..., :512])
+            other = on_gpu(2, 1, 6, 576, dtype=np.float16)[..., :512]
+            with pytest.raises(ValueError, match="q has head_dim 576; wanted at most 256"):
+                cuflash.decode(ROW, cache, other)
+        assert launched == ["decode_latent"] * 2 and len(_launch._calls) == 1
+
+
+@pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
+def test_keys_whose_columns_are_values_are_read_once(limits):
+    """By blocks that a multiprocessor has room for, rows in as few tiles as that allows; a copy is one of keys alone."""
+    for heads, tile_q in ((1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (128, 64)):
+        recipe = testing.CacheRecipe(lengths=(5000, 40), heads=heads, head_dim=576, value_dim=512, latent=True)
+        plan = _plan.plan(planned_problem(recipe), limits)
+        (step,) = plan.steps
+        small = limits.shared_bytes < 100 * 1024
+        assert step.variant.tile_q == (min(tile_q, 32) if small else tile_q) and not plan.copies
+        assert step.shared_bytes <= limits.shared_bytes and "v_strides" not in step.args
+        assert step.args["tiles"] == -(-heads // step.variant.tile_q)
+        (copy,) = _plan.plan(planned_problem(replace(recipe, k="offset")), limits).copies
+        assert copy.name == "k"
+
+
+def test_parts_of_values_that_are_columns_of_keys_are_few():
+    """They are long, and one block adds them."""
+    splits = {}
+    for length in (1000, 8192, 65536):
+        recipe = testing.CacheRecipe(lengths=(length,), heads=16, head_dim=576, value_dim=512, latent=True)
+        (step,) = _plan.plan(planned_problem(recipe), HOPPER).steps
+        splits[length] = step.args["splits"]
+    assert splits == {1000: 6, 8192: 17, 65536: 46}
+    recipe = testing.CacheRecipe(lengths=(8192,) * 32, heads=16, head_dim=576, value_dim=512, latent=True)
+    (step,) = _plan.plan(planned_problem(recipe), HOPPER).steps
+    assert step.args["splits"] == 4 and step.grid == 4 * 32
 
 
 def test_what_a_cache_has_room_for_changes_no_order_of_arithmetic():
@@ -1938,6 +2021,8 @@ def test_explain_says_what_would_run_and_why():
         q, k, v = (DeviceArray(x) for x in BYTES)
         plan = cuflash.explain("decode", q, k, v, kv_format="e4m3", k_scale=DeviceArray(HEADS))
         assert plan.variant.name.startswith("decode_8bit_e4m3_d64_")
+        plan = cuflash.explain("decode", ROW, LATENT, LATENT[..., :512])
+        assert plan.variant.name.startswith("decode_latent_f16_d576v512_q16_")
 
 
 # Results --------------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, capability=(9,
         Of the problems; or "tf32", which is float32 with that precision; or the format of 8-bit caches, whose queries
         are of either 16-bit dtype.
     dims : (head_dim, value_dim) or "latent", optional
-        "latent": caches whose values are columns of their keys. By default dims are drawn; for float32 on sm90, which leaves few columns to the portable engine, from more.
+        "latent": caches whose values are columns of their keys. By default dims are drawn; for float32 on sm90, which
+        leaves few columns to the portable engine, from more.
     engine : str
         "portable" or "sm90".
     examples : int
