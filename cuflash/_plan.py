@@ -429,16 +429,18 @@ def decode_f32_variant(dim, limits):
     return found
 
 
-# Tiles of decode where values are columns of keys, wider than those above: by the packed rows of a tile, tile_k, warps
-# and stages; the first that fit shared memory are taken, or else those of fewer rows. One size, that of the models that
-# have such caches; what is padded is not read. By arithmetic, for an H200: 64 keys come from memory in 3,800 cycles of
-# a multiprocessor. Its shared memory is asked for 290 KB meanwhile where there are 16 rows, 380 where there are 32, and
-# gives 128 bytes a cycle; for 64 rows it takes 5,000 cycles, and neighbours read the same keys from the cache.
+# Tiles of decode where values are columns of keys, wider than those above: by the packed rows of a tile, tile_k, warps,
+# stages, and steps of 16 columns of q, of 36, that stay in registers, as many as do not spill; the first that fit shared
+# memory are taken, or else those of fewer rows. One size, that of the models that have such caches; what is padded is
+# not read. By arithmetic, for an H200: 64 keys come from memory in 3,800 cycles of a multiprocessor, whose shared memory
+# moves 230 KB of them where there are 16 rows, 350 KB with 32, and 128 bytes a cycle, so that both wait for memory; 64
+# rows take 5,000 cycles of shared memory and as many as 3,700 of the tensor cores, and neighbours read the same keys
+# from the cache.
 LATENT_DIMS = 576, 512
 LATENT_TILES = {
-    16: ((64, 8, 2), (32, 4, 3), (32, 4, 2)),
-    32: ((64, 8, 2), (32, 8, 3), (16, 4, 2)),
-    64: ((64, 8, 2), (32, 8, 2)),
+    16: ((64, 8, 2, 36), (32, 4, 3, 24), (32, 4, 2, 24)),
+    32: ((64, 8, 2, 24), (32, 8, 3, 24), (16, 4, 2, 0)),
+    64: ((64, 8, 2, 0), (32, 8, 2, 0)),
 }
 
 
@@ -453,12 +455,15 @@ def latent_variant(dtype, limits, rows=1):
     )
 
 
-def _latent_variant(dtype, tile_q, tile_k, warps, stages):
+def _latent_variant(dtype, tile_q, tile_k, warps, stages, query_steps):
     head_dim, value_dim = LATENT_DIMS
     shared = 2 * (tile_q * head_dim + stages * tile_k * head_dim + tile_q * tile_k)  # q, keys, weights
     shared += tile_q * (12 * (16 * warps // tile_q) + 4) + 4 * warps  # sums and maxima of warps, a factor; flags
     shared = -(-shared // 16) * 16 + 16
-    return Variant("decode_latent", dtype, "window", head_dim, value_dim, tile_q, tile_k, warps, 1, stages, shared)
+    return Variant(
+        "decode_latent", dtype, "window", head_dim, value_dim, tile_q, tile_k, warps, 1, stages, shared,
+        query_steps=query_steps,
+    )  # fmt: skip
 
 
 def decode_variant_of(kind, head_dim, value_dim, limits, rows=1):

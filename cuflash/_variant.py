@@ -196,6 +196,7 @@ class Variant:
     vector_adds: int = 0  # backward: whether the device adds four floats at once
     parts: int = 0  # float32: bfloat16 that a number is split into
     converts: int = 0  # decode: whether the device converts E4M3
+    query_steps: int = 0  # decode of columns of keys: steps of 16 columns of q that stay in registers
     paged: int = 0  # forward: whether keys and values lie in a cache
 
     @property
@@ -206,6 +207,7 @@ class Variant:
         more = "_r" * self.query_registers + f"_o{self.out_staged}" * (self.out_staged > 0)
         more += f"_e{self.early}" * (self.early > 0) + f"_p{self.parts}" * (self.parts > 0)
         mask = f"_{self.mask}" if self.forward else ""  # always the most general elsewhere
+        more += f"_r{self.query_steps}" * (self.query_steps > 0)
         more += "" if self.ordered else "_unordered"
         more += "_paged" * self.paged
         return f"{self.kernel}_{KINDS[self.element].short}{mask}_{dims}_{tiles}_s{self.stages}{more}"
@@ -261,6 +263,7 @@ class Variant:
             "parts": ("forward_f32", "forward_f32_sm90", "forward_parts", "backward_f32"),
             "vector_adds": ("backward", "backward_f32"),
             "converts": ("decode_8bit",),
+            "query_steps": ("decode_latent",),
             "paged": ("forward",),
         }
         return self.kernel in owners.get(field.name, ("forward_sm90",))

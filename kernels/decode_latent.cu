@@ -104,17 +104,39 @@ __device__ __forceinline__ void load_keys(const Args& args, const Paged& place, 
 
 // Scores ----------------------------------------------------------------------------------------------------------
 
+// The warp's 16 rows of q as A operands, each of 16 columns: the first QUERY_STEPS stay in registers, the others come
+// from shared memory for each tile anew.
+struct Queries {
+    uint32 shared, lane;
+    uint32 kept[QUERY_STEPS + 1][4];
+
+    // Once the rows are in shared memory.
+    __device__ __forceinline__ explicit Queries(uint32 shared) : shared(shared), lane(lane_of_a<HEAD_DIM>()) {
+#pragma unroll
+        for (int step = 0; step < QUERY_STEPS; ++step) {
+            ldmatrix_x4(kept[step], shared + QueryTile::step(lane, 0, 2 * step));
+        }
+    }
+    __device__ __forceinline__ void operator()(uint32(&a)[4], int, int step) const {
+        if (step < QUERY_STEPS) {
+#pragma unroll
+            for (int n = 0; n < 4; ++n) a[n] = kept[step][n];
+        } else {
+            ldmatrix_x4(a, shared + QueryTile::step(lane, 0, 2 * step));
+        }
+    }
+};
+
 // The warp's rows times its keys.
-__device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, uint32 keys) {
-    const uint32 lane_q = lane_of_a<HEAD_DIM>();
-    if constexpr (KEYS == 8) {  // 32 columns of 8 keys an instruction; two sums, so that products wait for one another less
+__device__ __forceinline__ void multiply_keys(Scores& scores, const Queries& queries, uint32 keys) {
+    if constexpr (KEYS == 8) {  // 32 columns of 8 keys an instruction; two sums, for products to wait for one another less
         const uint32 lane = lane_index(), lane_k = KeyTile::offset(lane % 8, lane / 8);
         float odd[4] = {};
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 32; ++k) {
             uint32 a[2][4], b[4];
-            ldmatrix_x4(a[0], queries + KeyTile::step(lane_q, 0, 4 * k));
-            ldmatrix_x4(a[1], queries + KeyTile::step(lane_q, 0, 4 * k + 2));
+            queries(a[0], 0, 2 * k);
+            queries(a[1], 0, 2 * k + 1);
             ldmatrix_x4(b, keys + KeyTile::step(lane_k, 0, 4 * k));
             if (k == 0) {
                 mma_m16n8k16_first(Element{}, scores[0][0], a[0], b[0], b[1]);
@@ -126,10 +148,7 @@ __device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, ui
 #pragma unroll
         for (int e = 0; e < 4; ++e) scores[0][0][e] += odd[e];
     } else {
-        auto load_query = [&](uint32(&a)[4], int, int step) {
-            ldmatrix_x4(a, queries + KeyTile::step(lane_q, 0, 2 * step));
-        };
-        multiply_transposed<Element, 1, KEYS / 8, HEAD_DIM / 16, HEAD_DIM>(scores, load_query, keys,
+        multiply_transposed<Element, 1, KEYS / 8, HEAD_DIM / 16, HEAD_DIM>(scores, queries, keys,
                                                                            lane_of_b<HEAD_DIM>());
     }
 }
@@ -300,7 +319,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const Pages pages = pages_of(args, place.sequence);
     const Scaled score{args.scale_log2};
     const uint32 shared = shared_memory();
-    const uint32 queries = shared + 16 * block_of_warp() * QueryTile::PITCH;
 
     // Tile n of the split goes through stage n % STAGES. Every step commits a group, be there something in it or not.
     bool missing = refused(args, place);
@@ -313,6 +331,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
     for (int n = 0; n < STAGES - 1; ++n) load(work.first_tile + n, n, look_up(pages, work, work.first_tile + n));
     Found next = look_up(pages, work, work.first_tile + STAGES - 1);
+
+    cp_async_wait_group<STAGES - 2>();
+    sync_threads();  // the rows of q are here
+    const Queries queries(shared + 16 * block_of_warp() * QueryTile::PITCH);
 
     Scores scores;
     Out out = {};

@@ -522,6 +522,40 @@ def test_8_bit_caches_of_all_kinds(kv_format, scales):
         assert_same(results, decoded(problem, arrays))
 
 
+LATENT = {"key_heads": 1, "head_dim": 576, "value_dim": 512, "latent": True, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("heads, page_size", [(16, None), (16, 64), (20, 1), (128, None), (128, 16)])
+def test_decode_from_columns_of_keys(heads, page_size):
+    """Drawn lengths, splits as the plan has them and others; each problem twice."""
+    for n in range(8):
+        problem = cache(
+            lengths=(1 + 370 * n, 5000, 0, 700), heads=heads, page_size=page_size, queries=(1, 1, 2, 5)[n % 4],
+            splits=(None, 1, 9)[n % 3], seed=n, planted=n % 2 == 1, **LATENT | {"dtype": SIXTEEN_BIT[n // 2 % 2]},
+        )  # fmt: skip
+        arrays = problem.arrays(cupy)
+        results = decoded(problem, arrays)
+        assert_decoded(problem, results)
+        assert_same(results, decoded(problem, arrays))
+
+
+def test_columns_of_keys_in_a_graph_follow_lengths():
+    problem = cache(lengths=(3000,) * 4, heads=16, **LATENT)
+    arrays, stream = problem.arrays(cupy), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        decoded(problem, arrays)
+        stream.begin_capture()
+        results = decoded(problem, arrays)
+        graph = stream.end_capture()
+        for lengths in ((3000, 1, 0, 2999), (5, 700, 3000, 16)):
+            arrays[3]["lengths"][...] = cupy.asarray(np.array(lengths, np.int32))
+            for _ in range(3):
+                graph.launch(stream)
+            stream.synchronize()
+            assert_decoded(problem, results, lengths)
+
+
 def test_pages_beyond_32_bits():
     """Pages whose offset passes 2^31 elements, and bytes."""
     free = cupy.cuda.runtime.memGetInfo()[0] + cupy.get_default_memory_pool().free_bytes()
