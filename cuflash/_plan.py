@@ -430,12 +430,12 @@ def decode_f32_variant(dim, limits):
 
 
 # Tiles of decode where values are columns of keys, wider than those above: by the packed rows of a tile, tile_k, warps,
-# stages, and steps of 16 columns of q, of 36, that stay in registers, as many as do not spill; the first that fit shared
-# memory are taken, or else those of fewer rows. One size, that of the models that have such caches; what is padded is
-# not read. By arithmetic, for an H200: 64 keys come from memory in 3,800 cycles of a multiprocessor, whose shared memory
-# moves 230 KB of them where there are 16 rows, 350 KB with 32, and 128 bytes a cycle, so that both wait for memory; 64
-# rows take 5,000 cycles of shared memory and as many as 3,700 of the tensor cores, and neighbours read the same keys
-# from the cache.
+# stages, and steps of 16 columns of q, of 36, that stay in registers, as many as do not spill; the first that fit
+# shared memory are taken, or else those of fewer rows. One size, that of the models that have such caches; what is
+# padded is not read. By arithmetic, for an H200: 64 keys come from memory in 3,800 cycles of a multiprocessor. Its
+# shared memory moves 128 bytes a cycle and 230 KB for them where there are 16 rows, 370 KB with 32, so that both wait
+# for memory; 64 rows take 5,000 cycles of shared memory and 3,700 of the tensor cores, and neighbours read the same
+# keys from the cache.
 LATENT_DIMS = 576, 512
 LATENT_TILES = {
     16: ((64, 8, 2, 36), (32, 4, 3, 24), (32, 4, 2, 24)),

@@ -228,8 +228,8 @@ def latent(**changes):
     [
         {}, {"heads": 20, "dtype": "bfloat16"}, {"heads": 128, "splits": 1, "page_size": 64},
         {"queries": 3, "page_size": 7, "heads": 5}, {"k": "offset", "window": (40, 0), "queries": 2},
-        {"head_dim": 300, "value_dim": 1}, {"key_heads": 2, "value_dim": 300}, {"batch_invariant": True, "splits": None},
-        {"k": "swapped", "q": "swapped", "scale": -0.1, "planted": True}, {"head_dim": 64, "value_dim": 40},
+        {"head_dim": 300, "value_dim": 1}, {"key_heads": 2, "value_dim": 300}, {"head_dim": 64, "value_dim": 40},
+        {"batch_invariant": True, "splits": None}, {"k": "swapped", "q": "swapped", "scale": -0.1, "planted": True},
     ],
     ids=str,
 )  # fmt: skip

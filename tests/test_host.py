@@ -808,8 +808,8 @@ DECODE = [
             (ROW, LATENT, LATENT[..., 1:], "q has head_dim 576"),  # other columns
             (ROW, LATENT, on_gpu(2, 1, 6, 512, dtype=np.float16), "q has head_dim 576"),
             (ROW, LATENT, LATENT, "v_cache has value_dim 576"),
-            (on_gpu(2, 1, 1, 577, dtype=np.float16), on_gpu(2, 1, 6, 577, dtype=np.float16), None, "q has head_dim 577"),
-            (on_gpu(2, 1, 1, 300), on_gpu(2, 1, 6, 300), None, "q has head_dim 300"),  # of float32
+            (*(on_gpu(2, 1, n, 577, dtype=np.float16) for n in (1, 6)), None, "q has head_dim 577"),
+            (*(on_gpu(2, 1, n, 300) for n in (1, 6)), None, "q has head_dim 300"),  # of float32
         )
         for v in [k[..., :512] if v is None else v]
     ),
@@ -1444,7 +1444,7 @@ def test_a_call_prepared_for_columns_of_keys_takes_no_other_values(monkeypatch):
 
 @pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
 def test_keys_whose_columns_are_values_are_read_once(limits):
-    """By blocks that a multiprocessor has room for, rows in as few tiles as that allows; a copy is one of keys alone."""
+    """By blocks that there is room for, rows in as few tiles as that allows; a copy is one of keys alone."""
     for heads, tile_q in ((1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (128, 64)):
         recipe = testing.CacheRecipe(lengths=(5000, 40), heads=heads, head_dim=576, value_dim=512, latent=True)
         plan = _plan.plan(planned_problem(recipe), limits)

@@ -30,6 +30,7 @@ from cuflash._dtypes import ELEMENTS
 H200 = _plan.KNOWN[9, 0]
 VARIANTS = [variant for variant in _plan.variants(H200) if variant.head_dim in (32, 128) and variant.value_dim < 256]
 VARIANTS = [variant for variant in VARIANTS if not variant.hopper and variant.kernel not in sanitize.AROUND]
+VARIANTS += [_plan.latent_variant("bfloat16", H200, rows) for rows in (16, 32)]
 
 
 @pytest.fixture
