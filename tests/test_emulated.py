@@ -46,9 +46,9 @@ CASES = [  # check, dtype, dims, engine, examples, perhaps capability: hundreds 
     *((check.__name__, dtype, None, "portable", 30) for check in testing.prefill_checks for dtype in DTYPES[:2]),
     *(("check_prefill_bound", DTYPES[n % 2], dims, "portable", 4) for n, dims in enumerate(DECODE)),
     *(("check_decode_bound", kind, dims, "portable", 4) for kind in (*FORMATS, "float32") for dims in DECODE[::3]),
-    *((check.__name__, dtype, "latent", "portable", 3) for check in testing.latent_checks for dtype in DTYPES[:2]),
+    *((check.__name__, dtype, "latent", "portable", 12) for check in testing.latent_checks for dtype in DTYPES[:2]),
     *(
-        ("check_decode_bound", dtype, "latent", "portable", 3, device)
+        ("check_decode_bound", dtype, "latent", "portable", 12, device)
         for dtype in DTYPES[:2]
         for device in (AMPERE, SMALL)
     ),
