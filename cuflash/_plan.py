@@ -926,7 +926,8 @@ def _portable_decode(problem, limits, reason):
     pages = problem.k.shape[:1]
     caches = {"k": Use(problem.k, kind, 16), "v": Use(problem.v, kind, 16)}
     if variant.kernel == "decode_latent":
-        del caches["v"]  # read as columns of k
+        del caches["v"]
+        reason += "; v is k's first columns, which are read once"
     _, more, _, there = _layout.lay_out(pages, caches)
     where, copies = where | there, copies | more
     paging, tables = _paging(problem)
