@@ -546,8 +546,12 @@ MUTATIONS = (
         Mutation(f"{name}_of_columns_of_keys", "decode_latent.cu", old, new, recipe, check)
         for name, old, new, recipe, check in (
             (
-                "wait_for_a_tile_one_group_short", "cp_async_wait_group<STAGES - 2>();",
-                "cp_async_wait_group<STAGES - 1>();", LATENT, testing.check_decode_bound,
+                "queries_not_waited_for", "sync_threads();  // the rows of q are here", "",
+                LATENT, testing.check_decode_bound,
+            ),
+            (
+                "wait_for_a_tile_one_group_short", "2>();\n        sync_threads();  // the tile",
+                "1>();\n        sync_threads();  // the tile", LATENT, testing.check_decode_bound,
             ),
             (
                 "warps_not_waited_for_at_a_tile", "sync_threads();  // the tile is here for all, and", "//",
