@@ -97,7 +97,7 @@ class Plan:
 # Tiles ----------------------------------------------------------------------------------------------------------
 
 EQUAL_DIMS = (32, 64, 96, 128, 192, 256)
-RARE_DIMS = (96, 192)
+RARE_DIMS = (96, 192)  # of which the portable engine has one kernel for all masks on Hopper
 MIXED_DIMS = (64, 128, 256)  # where head_dim and value_dim fall into different sizes: fewer, to keep variants few
 
 
@@ -204,8 +204,8 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits, paged=0):
     if dtype in ("float32", "float64"):
         return _precise_variant(dtype, head_dim, value_dim, limits)
     head_dim, value_dim = _padded(head_dim, value_dim)
-    # The most general mask serves all, to keep variants few; of head dims that are rare too, where Hopper's own kernels
-    # have the others.
+    # The most general mask serves all, to keep variants few: of rare head dims too, where Hopper's own kernels take most
+    # problems and tiles are the same.
     own = head_dim == value_dim and not (limits.capability == (9, 0) and head_dim in RARE_DIMS)
     mask = mask if own else "window"
     widest, stages = max(head_dim, value_dim), 2

@@ -1,4 +1,4 @@
-// out = softmax(scale q k^T) v and lse of the newest rows of sequences whose values are the first columns of their keys,
+// out = softmax(scale q k^T) v and lse of the newest rows of sequences whose values are the first columns of the keys,
 // for 16-bit elements, on any GPU since sm_80: the form in which multi-head latent attention (DeepSeek-AI 2024) decodes
 // once the matrices that make keys and values out of latent vectors are multiplied into q and out.
 //
@@ -129,7 +129,7 @@ struct Queries {
 
 // The warp's rows times its keys.
 __device__ __forceinline__ void multiply_keys(Scores& scores, const Queries& queries, uint32 keys) {
-    if constexpr (KEYS == 8) {  // 32 columns of 8 keys an instruction; two sums, for products to wait for one another less
+    if constexpr (KEYS == 8) {  // 32 columns of 8 keys a load; two sums, for products to wait for one another less
         const uint32 lane = lane_index(), lane_k = KeyTile::offset(lane % 8, lane / 8);
         float odd[4] = {};
 #pragma unroll
