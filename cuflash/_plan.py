@@ -204,7 +204,7 @@ def forward_variant(dtype, mask, head_dim, value_dim, limits, paged=0):
     if dtype in ("float32", "float64"):
         return _precise_variant(dtype, head_dim, value_dim, limits)
     head_dim, value_dim = _padded(head_dim, value_dim)
-    # The most general mask serves all, to keep variants few: of rare head dims too, where Hopper's own kernels take most
+    # The most general mask serves all, to keep variants few: of rare head dims too where Hopper's own kernels take most
     # problems and tiles are the same.
     own = head_dim == value_dim and not (limits.capability == (9, 0) and head_dim in RARE_DIMS)
     mask = mask if own else "window"
