@@ -29,6 +29,7 @@ import math
 import statistics
 import sys
 import sysconfig
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -416,6 +417,7 @@ def on_gpu(cp):
 # Training -----------------------------------------------------------------------------------------------------------
 
 
+@cache
 def corpus(size):
     """So many bytes of the standard library's sources, file after file by name, its tests left out."""
     folder, text = Path(sysconfig.get_path("stdlib")), bytearray()
