@@ -157,7 +157,7 @@ class Model:
         loss = self.loss(tokens)
         self.steps += 1
         # of scaled gradients; kept, for a sum that is not finite tells of a step that did nothing
-        self.squares.append(self.run.squares(self.flat.slopes))
+        self.squares.append(self.run.squares(self.flat.slopes.reshape(-1, self.sizes.width)))
         rate = RATE * min(1, self.steps / WARM_UP)
         self.run.adamw(self.flat, self.squares[-1], self.decaying, rate, self.steps)
         return loss
@@ -172,8 +172,7 @@ class Model:
             for part in (self._attend, self._mlp):
                 x, pullback = part(x, n, batch)
                 pullbacks.append(pullback)
-        loss, dx = self._head(x, targets)
-        narrow = dx.astype(self.dtype)
+        loss, dx, narrow = self._head(x, targets)
         while pullbacks:
             pullbacks.pop()(dx, narrow)
         # each token's rows of dx are added up by a product, and so in the same order on every run
@@ -215,7 +214,7 @@ class Model:
         return self._added(x, inner, f"{n}.down"), pullback
 
     def _head(self, x, targets):
-        """The mean cross-entropy of x as guesses at targets, and the gradient of x."""
+        """The mean cross-entropy of x as guesses at targets, and the gradient of x, wide and narrow."""
         normed, norm_back = self._normed(x, "last")
         logits = normed @ self.weights["tokens"].T
         chosen = logits[self.xp.arange(len(targets)), targets].astype(self.wide)
@@ -224,9 +223,9 @@ class Model:
         loss = (lse[:, 0] - chosen).mean()
         self.run.entropy_back(lse, self.columns, targets[:, None], LOSS_SCALE / len(targets), logits)
         self.xp.matmul(logits.T, normed, out=self.slopes["tokens"])
-        dx = self.xp.zeros_like(x)
-        norm_back(logits @ self.weights["tokens"], dx, self.xp.empty_like(normed))
-        return loss, dx
+        dx, narrow = self.xp.zeros_like(x), self.xp.empty_like(normed)
+        norm_back(logits @ self.weights["tokens"], dx, narrow)
+        return loss, dx, narrow
 
     def _normed(self, x, name):
         """Layer norm, in the dtype of products; its pullback adds to dx."""
@@ -371,7 +370,7 @@ def on_gpu(cp):
         "float32 lse, int32 column, int32 target, float32 factor", "T x",
         "x = (T)((expf((float)x - lse) - (column == target)) * factor)", "entropy_back",
     )  # fmt: skip
-    squares = cp.ReductionKernel("T x", "float32 y", "(float)x * (float)x", "a + b", "y = a", "0", "squares")
+    row_squares = cp.ReductionKernel("T x", "float32 y", "(float)x * (float)x", "a + b", "y = a", "0", "row_squares")
     first_beta, second_beta = (f"{1 - beta!r}f" for beta in BETAS)
     adam = cp.ElementwiseKernel(
         "T slope, float32 squares, int64 decaying, float32 rate, float32 growth, float32 spread, float32 scale",
@@ -401,6 +400,9 @@ def on_gpu(cp):
         scaled = cp.empty_like(dy)
         slopes(x, mean, factor, gain, dy, level, along, dx, narrow, scaled)
         return scaled
+
+    def squares(x):
+        return row_squares(x, axis=-1, keepdims=True).sum()  # one sum of all would be the work of a single block
 
     def adamw(flat, squares, decaying, rate, steps):
         corrections = (1 - beta**steps for beta in BETAS)

@@ -18,8 +18,8 @@ import record
 from cuflash import reference
 
 FEW = {
-    "heads": 2, "head_dim": 16, "lengths": (32, 64, 128), "same": 40, "most": 64, "cached": (32,), "split": (64,),
-    "tuned": {"heads": 2, "head_dim": 16, "length": 256, "budget": 1.2e6},
+    "heads": 4, "head_dim": 16, "lengths": (32, 64, 128), "same": 40, "most": 64, "cached": (32,), "split": (64,),
+    "tuned": {"heads": 2, "head_dim": 16, "length": 128, "budget": 6e5},
     "gpt2": gpt2.TINY | {"length": 16}, "gpt2_steps": 3, "gpt2_lengths": (16, 32),
 }  # fmt: skip
 
@@ -106,6 +106,7 @@ def test_what_fits(machine, monkeypatch, limits, verdicts):
         size = length / 256
         return batch * (size if attention is claims.flash else size**2) <= limits[attention.__name__]
 
+    machine.sizes.tuned = FEW["tuned"] | {"length": 256}
     monkeypatch.setattr(claims, "fits", fits)
     monkeypatch.setattr(claims, "matrices_held", lambda *arguments: 7.0)
     assert [found.verdict for found in claims.tuning(machine)] == verdicts

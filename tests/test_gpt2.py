@@ -204,9 +204,9 @@ class Kernel:
                 {scalars} float a = sum; {"".join(writes)} {self.result};"""
         else:
             body = f"for (int64_t i = 0; i < columns; i++) {{ {''.join((*reads, *writes))} {self.text}; }}"
-        source = f"""#include <cmath>
-            #include <cstdint>
-            using namespace std; using T = float; using W = float;
+        source = f"""using int32_t = int; using int64_t = long long; using T = float; using W = float;
+            extern "C" {{ float expf(float); float tanhf(float); float sqrtf(float); float fminf(float, float); }}
+            static bool isfinite(float x) {{ return x - x == 0; }}
             static float rsqrtf(float x) {{ return 1 / sqrtf(x); }}
             extern "C" void run(int64_t rows, int64_t columns, {", ".join(params)}) {{
                 for (int64_t row = 0; row < rows; row++) {{ {body} }} }}"""
