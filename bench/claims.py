@@ -5,8 +5,8 @@
     python bench/claims.py --numpy                  # small sizes on the CPU, where a GPU is too
     python bench/claims.py --json FILE              # into the record as well, see record.py
 
-On a GPU all of them take a minute or two, and most of that is compilation where no kernel has been compiled before
-(``python bench/gpu.py compile`` does it in parallel).
+On a GPU that has compiled none of the kernels before, most of the time goes there; ``python bench/gpu.py compile`` does
+it in parallel.
 
 A claim about speed is judged at several lengths. One that fails at some of them does not hold, and the verdict says
 from which length on it does. Everything is timed by the loop of ``timing.py``. On a GPU arrays are float16 with 32
@@ -336,8 +336,8 @@ def tuning(machine):
             since = longer if longer and fits(machine, tuned, longer, most, flash) else None
         yield Finding(
             f"tuning {name}",
-            f"{length:,} tokens, {tuned.heads} heads of {tuned.head_dim}, forward and backward in float16 within "
-            f"{amount(tuned.budget)}: naive attention, softmax in {name}, does not fit, cuflash does at batch {most}",
+            f"{length:,} tokens, {tuned.heads} heads of {tuned.head_dim}, causal, out and gradients in float16 within "
+            f"{amount(tuned.budget)}: naive attention, softmax in {name}, does not fit; cuflash fits at batch {most}",
             f"largest batch {theirs} against {ours}; naive attention holds {matrices:.1f} times the bytes of a float16 "
             f"matrix of scores, {amount(2 * tuned.heads * length**2 * matrices)} a sequence",
             ours == most and not theirs,
