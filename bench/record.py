@@ -86,6 +86,7 @@ IDENTITY = {
     "fuzz": ("what", "engine", "dtype"),
     "sanitizer": ("tool", "kernel"),
     "host": ("what", "engine"),
+    "claims": ("claim", "library"),
 }
 
 

@@ -131,11 +131,19 @@ def precise_table(record):
     return body and markdown(["dtype", "engine", "head_dim", "mask", "length", *PASSES], body)
 
 
+def claims_table(record):
+    """What became of each claim on the GPU."""
+    rows = [row for row in record["claims"] if row["library"] == "cupy"]
+    body = [[row["says"], row["measured"], row["verdict"]] for row in rows]
+    return body and markdown(["claim", "measured", "verdict"], body)
+
+
 def tables(record):
     """README's tables by name, those the record has rows for."""
     found = {what: (rows := squares(record, what, "sm90")) and square_table(rows) for what in PASSES}
     found["decode"] = (rows := single_rows(record, kv_format=None)) and decode_table(rows)
     found["precise"] = precise_table(record)
+    found["claims"] = claims_table(record)
     return {name: table for name, table in found.items() if table}
 
 

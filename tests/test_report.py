@@ -61,7 +61,8 @@ def taken():
     sanitizer = [{"tool": "racecheck", "kernel": name, "errors": n} for name, n in (("forward", 1), ("backward", 46))]
     host = [{"engine": "sm90", "us": 28.8, "contenders": {"fa2": 19.96}}]
     versions = {"cupy-cuda13x": "14.2.0", "nvrtc": "13.0", "cores": 16}
-    return {"device": "TOY", "versions": versions, "cases": cases, "fuzz": fuzz, "sanitizer": sanitizer, "host": host}
+    parts = {"cases": cases, "fuzz": fuzz, "sanitizer": sanitizer, "host": host, "claims": []}
+    return {"device": "TOY", "versions": versions, **parts}
 
 
 @pytest.fixture
@@ -97,6 +98,18 @@ def test_tables(taken):
         "| 1 x 2,048 | 1,234 us, 3,977 GB/s (0.98) | - | 50.0 us, 4,000 GB/s | - |",
     ]
     assert set(found) == {"forward", "decode"}
+
+
+def test_claims_of_the_gpu_are_a_table(taken):
+    taken["claims"] = [
+        {"library": library, "says": "It is fast", "measured": f"{library} 2.00x", "verdict": "holds"}
+        for library in ("numpy", "cupy")
+    ]
+    assert report.tables(taken)["claims"].splitlines() == [
+        "| claim | measured | verdict |",
+        "|---|---|---|",
+        "| It is fast | cupy 2.00x | holds |",
+    ]
 
 
 def test_both_passes_of_a_precise_dtype_share_a_line(taken):
