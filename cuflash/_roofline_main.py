@@ -14,7 +14,7 @@ import cuflash
 
 from . import __main__ as job
 from ._dtypes import ELEMENTS
-from .roofline import DEVICES, FUNCTIONS, Device, Problem, flash, naive
+from .roofline import DEVICES, FUNCTIONS, Device, Problem, flash, naive, named
 
 COLOURS = {"forward": "#0072B2", "backward": "#D55E00", "decode": "#009E73"}  # Okabe and Ito's
 MARKERS = {"naive": dict(zip(FUNCTIONS, "sD^", strict=True)), "flash": dict(zip(FUNCTIONS, "oPv", strict=True))}
@@ -208,15 +208,15 @@ def _positive(text):
 
 def device_of(options, gpu_name):
     """The device that options name, or the GPU here, with the ceilings that they give."""
-    here = gpu_name and gpu_name.lower().replace(" ", "")
-    name = options.device or ("h100" if here is None else next((name for name in DEVICES if name in here), None))
-    device = DEVICES[name] if name else Device(gpu_name, {}, 0)
+    name = options.device or ("h100" if gpu_name is None else None)
+    known = DEVICES[name] if name else named(gpu_name)
+    device = known or Device(gpu_name, {}, 0)
     given = {}
     if options.tflops:
         given["flops"] = {options.dtype: options.tflops * 1e12}
     if options.bandwidth:
         given["bandwidth"] = options.bandwidth * 1e12
-    if not name and len(given) < 2:
+    if not known and len(given) < 2:
         wanted = f"--tflops and --bandwidth, or --device with one of {', '.join(DEVICES)}"
         raise ValueError(f"roofline: the ceilings of {gpu_name} are not known; wanted {wanted}")
     if given:
