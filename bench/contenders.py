@@ -587,15 +587,17 @@ def found():
 
 
 def ready(names):
-    """The contenders of these names that can run here; the reason of each other one is printed. It begins a run."""
+    """The contenders of these names that can run here; the reasons of the others are printed. It begins a run."""
     _said.clear()
-    known, chosen = found(), {}
+    known, chosen, missing = found(), {}, {}
     for name in known if list(names) == ["all"] else names:
         reason = known[name].missing() if name in known else "not known"
         if reason is None:
             chosen[name] = known[name]
         else:
-            progress_bar.say(f"contenders: {name} left out: {next(iter(reason.splitlines()), '')}")
+            missing.setdefault(next(iter(reason.splitlines()), ""), []).append(name)
+    for reason, absent in missing.items():
+        progress_bar.say(f"contenders: {', '.join(absent)} left out: {reason}")
     return chosen
 
 

@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 
-# Label, colour, stroke and marker of a line. Colours are Okabe and Ito's, and differ for colour-blind readers too; in
+# Label, colour, stroke and marker of a line. Colours, Okabe and Ito's and Tol's, differ for colour-blind readers too; in
 # grey strokes and markers do. Only lines of one picture have to.
 LOOKS = {
     "cuflash": ("cuflash", "#0072B2", "-", "o"),
@@ -20,8 +20,8 @@ LOOKS = {
     "fa3": ("FlashAttention-3", "#009E73", "-.", "^"),
     "fa4": ("FlashAttention-4", "#D55E00", ":", "D"),
     "efficient": ("torch, memory-efficient", "#CC79A7", (0, (5, 1, 1, 1)), "<"),
-    "math": ("torch, math", "#882255", (0, (1, 1)), "1"),
-    "flex": ("FlexAttention", "#F0E442", (0, (6, 2)), "h"),
+    "math": ("torch, math", "#AA4499", (0, (1, 1)), "1"),
+    "flex": ("FlexAttention", "#882255", (0, (6, 2)), "h"),
     "flashinfer": ("FlashInfer", "#44AA99", (0, (4, 2, 1, 2)), "p"),
     "jax": ("JAX", "#999933", (0, (2, 1)), ">"),
     "naive": ("naive", "#000000", (0, (1, 3)), "x"),

@@ -250,7 +250,7 @@ def pictures(record):
     found["decode"] = "decode, one row a sequence, bfloat16, 32 heads of 128", "GB/s of keys and values", panels
     found["memory"] = "memory a sequence, bfloat16, 16 heads of 128", "GB", memory_panels(record), {"log": True}
     facts = {"across": "FLOP per byte of memory traffic, each array once", "log": True}
-    found["roofline"] = "roofline, bfloat16", "TFLOP/s", roofline_panels(record), facts
+    found["roofline"] = "roofline", "TFLOP/s", roofline_panels(record), facts
     return {name: (f"{x[0]}, {record['device']}", *x[1:]) for name, x in found.items() if x[2]}
 
 
