@@ -213,13 +213,13 @@ class Torch(TorchFunction):
         return functools.partial(scaled_dot_product_attention, **keywords)
 
     def prepare_decode(self, case, q, tables):
-        from torch.nn.functional import scaled_dot_product_attention
-
+        _only_16_bits(case)
         if case.page_size:
             raise Unfit("caches in one piece only")
         if case.queries > 1:
             raise Unfit("one query a sequence only: its causal mask is top-left")
-        _only_whole(case)
+        from torch.nn.functional import scaled_dot_product_attention
+
         keywords = {"enable_gqa": True} if case.heads != case.key_heads else {}
         return functools.partial(scaled_dot_product_attention, to_torch(q), **keywords)
 
@@ -277,7 +277,7 @@ class FlashAttention(TorchFunction):
     def prepare_decode(self, case, q, tables):
         if self.name != "fa3":
             raise Unfit("no decode from caches")
-        _only_whole(case)
+        _only_16_bits(case)
         attention = importlib.import_module(self.module).flash_attn_with_kvcache
         keywords = {"cache_seqlens": to_torch(tables["lengths"]), "causal": True}
         if case.page_size:
@@ -316,12 +316,12 @@ class FlashInfer(TorchFunction):
         raise Unfit("no gradients")
 
     def prepare_decode(self, case, q, tables):
+        _only_16_bits(case)
+        if not case.page_size or case.queries > 1:
+            raise Unfit("caches in pages and one query a sequence only")
         import torch
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-        _only_whole(case)
-        if not case.page_size or case.queries > 1:
-            raise Unfit("caches in pages and one query a sequence only")
         q, table = to_torch(q).squeeze(2), to_torch(tables["page_table"])
         pages = table.shape[1]
         starts = torch.arange(case.batch + 1, dtype=torch.int32, device=q.device) * pages
@@ -551,7 +551,7 @@ def _only_square(case):
         raise Unfit("causal with as many queries as keys only")
 
 
-def _only_whole(case):
+def _only_16_bits(case):
     if case.kv_format:
         raise Unfit("16-bit caches only")
 

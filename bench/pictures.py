@@ -9,8 +9,8 @@ import hashlib
 import io
 import json
 
-# Label, colour, stroke and marker of a line. Colours are Okabe and Ito's and Tol's, which differ for colour-blind readers
-# too; in grey strokes and markers differ. Only lines of one picture have to.
+# Label, colour, stroke and marker of a line. Colours are Okabe and Ito's and Tol's, which differ for colour-blind
+# readers too; in grey strokes and markers differ. Only lines of one picture have to.
 LOOKS = {
     "cuflash": ("cuflash", "#0072B2", "-", "o"),
     "portable": ("cuflash, portable engine", "#56B4E9", (0, (8, 2)), "P"),
