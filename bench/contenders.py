@@ -48,13 +48,19 @@ class Unfit(Exception):
     """A contender does not compute this case."""
 
 
+def reason_of(error):
+    """An exception as one line: of a compiler's the first may only say that another follows."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]
+    reason = (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])[:200]
+    return reason if isinstance(error, Unfit) else f"{type(error).__name__}: {reason}"
+
+
 _said = set()  # in this run
 
 
 def left_out(name, error):
     """Say, once a run, why cases go on without a contender: they fail in ways of their own."""
-    reason = next(iter(str(error).strip().splitlines()), "no reason given")[:200]
-    text = f"  {name} left out: {reason if isinstance(error, Unfit) else f'{type(error).__name__}: {reason}'}"
+    text = f"  {name} left out: {reason_of(error)}"
     if text not in _said:
         _said.add(text)
         progress_bar.say(text)
@@ -154,7 +160,7 @@ class TorchFunction(Contender):
                 return "torch sees no GPU"
             importlib.import_module(self.module)
         except Exception as error:  # of the module's own too
-            return f"{type(error).__name__}: {error}"
+            return reason_of(error)
         return None
 
     def scope(self):
@@ -290,7 +296,7 @@ class FlashInfer(TorchFunction):
     """FlashInfer: prefill of a batch whose sequences lie one behind the other, decode from pages."""
 
     name = module = "flashinfer"
-    workspace_bytes = 256 << 20
+    workspace_bytes = 512 << 20
 
     def function(self, case, q):
         import torch
@@ -411,8 +417,7 @@ def serve(case, lines, answer):
             block(last)
             answer(ms=(time.perf_counter() - begin) / calls * 1e3)
     except Exception as error:  # goes to whoever asked
-        reason = next(iter(str(error).strip().splitlines()), "no reason given")
-        answer(reason=reason if isinstance(error, Unfit) else f"{type(error).__name__}: {reason}")
+        answer(reason=reason_of(error))
 
 
 def jax_call(case):
@@ -580,7 +585,7 @@ def found():
         try:
             spec.loader.exec_module(module)
         except Exception as error:  # a private file's own trouble is not ours
-            progress_bar.say(f"contenders: {path.name} left out: {type(error).__name__}: {error}")
+            progress_bar.say(f"contenders: {path.name} left out: {reason_of(error)}")
             continue
         known += module.contenders() if hasattr(module, "contenders") else []
     return {contender.name: contender for contender in known}

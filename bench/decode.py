@@ -242,8 +242,8 @@ def measure(case, options, rivals):
     rounds = timing.interleave(
         timing.EventTimer(cold=False), calls, rounds=options.rounds, launches=max(options.launches // 4, 2)
     )
-    eager, wait = functools.partial(cuflash.decode, *first[0], **keywords, **first[1]), cupy.cuda.get_current_stream()
-    host = timing.host_us(eager, count=timing.HOST_CALLS, synchronize=wait.synchronize)
+    eager = functools.partial(cuflash.decode, *first[0], **keywords, **first[1])
+    host = timing.case_host_us(eager, cupy.cuda.get_current_stream().synchronize)
     count = caches.calls
     rounds = {name: [ms / count for ms in each] for name, each in rounds.items()}
     figures = timing.figures(rounds, rivals, options.rival)

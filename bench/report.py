@@ -2,6 +2,7 @@
 
     python -m bench.report              # tables and numbers in README.md, pictures beside the record (matplotlib)
     python -m bench.report --check      # 1 where one of them is not what the record gives; needs no matplotlib
+    python -m bench.report --pictures --record FILE     # pictures of another machine's record, beside it, and no more
 
 README.md says where figures stand. A table lies between two lines, ``<!-- table NAME -->`` and ``<!-- end -->``; a
 number in a sentence stands right before ``<!--NAME-->``. ``tables`` and ``numbers`` say what each name gives. A picture
@@ -315,8 +316,9 @@ def main(argv=None):
     parser.add_argument("--check", action="store_true", help="write nothing; 1 where something differs")
     parser.add_argument("--record", type=Path, default=RESULTS / "h200.json", help="pictures go beside it")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--pictures", action="store_true", help="draw them, and leave README.md alone")
     options = parser.parse_args(argv)
-    record, text = read(options.record), options.readme.read_text()
+    record, text = read(options.record), "" if options.pictures else options.readme.read_text()
     wanted = filled(text, record)
     changes = [*difflib.unified_diff(text.splitlines(), wanted.splitlines(), "README.md", "record", n=0, lineterm="")]
     shown = {options.record.with_name(f"{options.record.stem}-{name}.png"): x for name, x in pictures(record).items()}
@@ -325,7 +327,8 @@ def main(argv=None):
     print(*changes, *(f"{path.name} is not there, or shows other figures" for path in stale), sep="\n")
     if options.check:
         return int(bool(changes or stale))
-    options.readme.write_text(wanted)
+    if not options.pictures:
+        options.readme.write_text(wanted)
     for path, picture in shown.items():
         draw(picture, path)
     return 0

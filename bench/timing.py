@@ -12,7 +12,7 @@ import time
 import tracemalloc
 
 SWEPT_BYTES = 256 << 20  # several times the L2 of any GPU
-HOST_CALLS = 10  # of each case, whose host time is shown beside its figures
+HOST_CALLS = 5  # of each case, whose host time is shown beside its figures
 
 
 class EventTimer:
@@ -152,6 +152,11 @@ def host_us(call, *, count=10_000, chunks=10, synchronize=lambda: None, clock=ti
         means.append((clock() - begin) / (count // chunks) * 1e6)
     synchronize()
     return statistics.median(means)
+
+
+def case_host_us(call, synchronize):
+    """The same of a call that may take long on the GPU, and is warm: of a few, each behind nothing else."""
+    return host_us(call, count=HOST_CALLS, chunks=HOST_CALLS, synchronize=synchronize)
 
 
 def host_text(row):

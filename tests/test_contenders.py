@@ -63,7 +63,7 @@ class Faulty(contenders.Contender):
 
         def call():
             if self.where == "call":
-                raise RuntimeError("no C compiler\nand a long story")
+                raise RuntimeError("raised:\n  no C compiler\nand a long story")
             return cuflash.forward(q, k, v, **case.keywords) * (1.1 if self.where == "answer" else 1)
 
         return call
@@ -85,7 +85,7 @@ def test_a_run_goes_on_without_those_that_fail_and_says_so_once(known, capsys, t
         printed = capsys.readouterr().out
         assert printed.count("contenders: missing, another left out: needs a thing\n") == 1
         assert printed.count("  prepare left out: not this case\n") == 1
-        assert printed.count("  call left out: RuntimeError: no C compiler\n") == 1
+        assert printed.count("  call left out: RuntimeError: raised: no C compiler\n") == 1
         assert printed.count("  answer left out: its answer is 0.1 from ours\n") == 1
     for row in json.loads(path.read_text())["cases"]:
         assert row["contenders"]["nowhere"] > 0 and row["rival"] == "nowhere"

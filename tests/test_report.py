@@ -204,6 +204,11 @@ def test_measured_rates_stand_under_the_roof_of_a_known_device(taken):
         assert y <= min(x * 4.8, 989.4) * (1 + 1e-9)
 
 
+def test_pictures_alone_leave_readme_as_it_is(files, tmp_path, undrawn, capsys):
+    assert report.main([*files, "--pictures"]) == 0
+    assert (tmp_path / "README.md").read_text() == README and (tmp_path / "toy-decode.png").is_file()
+
+
 @pytest.mark.parametrize("command", [["bench/report.py"], ["-m", "bench.report"]], ids=" ".join)
 def test_both_ways_to_call_it_work(command):
     done = subprocess.run([sys.executable, *command, "--help"], cwd=report.ROOT, capture_output=True, text=True)
