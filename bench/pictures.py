@@ -135,7 +135,6 @@ def scale(axes, panels, facts):
         axes.minorticks_off()
     if facts.get("log"):
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:,g}")
     else:
-        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,g}")

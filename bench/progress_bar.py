@@ -5,6 +5,7 @@
         say("its result")           # on stdout, above the bar
 """
 
+import shutil
 import sys
 import time
 
@@ -41,7 +42,7 @@ class Bar:
     def draw(self):
         """Put it on the screen."""
         if Bar.shown is self:
-            self.stream.write(ERASE + self.text)
+            self.stream.write(ERASE + self.text[: shutil.get_terminal_size().columns - 1])  # a second line would stay
             self.stream.flush()
 
     def erase(self):

@@ -302,11 +302,12 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_gives_way_to_lines(capsys):
+def test_a_bar_gives_way_to_lines(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
     now, screen = iter([0.0, 1.0, 11.0]), Terminal()
     with progress_bar.Bar(3, screen, clock=lambda: next(now)) as bar:
         bar.step("first")
-        bar.step("second")
+        bar.step("second" + 99 * "!")
         before = len(screen.getvalue())
         progress_bar.say("a line")
         assert screen.getvalue()[before:].startswith(progress_bar.ERASE * 2 + "[########....")
@@ -314,6 +315,7 @@ def test_a_bar_gives_way_to_lines(capsys):
     assert screen.getvalue().endswith(progress_bar.ERASE) and capsys.readouterr().out == "a line\n"
     progress_bar.say("behind it")
     assert screen.getvalue().count("second") == 2
+    assert max(map(len, screen.getvalue().split(progress_bar.ERASE))) == 59, "it stays on one line"
 
 
 def test_a_bar_is_for_terminals(capsys):
