@@ -186,7 +186,7 @@ class Variant:
     blocks_per_sm: int  # that the registers must leave room for
     stages: int  # 2: the next tile is copied beside this one; 1: its keys beside these values, and so on in turn
     shared_bytes: int
-    query_registers: int = 0  # whether q stays in registers, so that its shared memory is free for the next rows
+    query_steps: int = 0  # of 16 columns of q that stay in registers; if all, its shared memory is free for next rows
     out_staged: int = 0  # panels of a warp's rows of out in shared memory of its own, to leave by tensor copies
     early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
     ordered: int = 1  # backward: whether sums of dq take turns; 0 in tests of what that costs
@@ -202,7 +202,7 @@ class Variant:
         """The facts spelled out: a label for benchmarks, tests and errors."""
         dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}v{self.value_dim}"
         tiles = f"q{self.tile_q}_k{self.tile_k}_w{self.warps}_b{self.blocks_per_sm}"
-        more = "_r" * self.query_registers + f"_o{self.out_staged}" * (self.out_staged > 0)
+        more = f"_r{self.query_steps}" * (self.query_steps > 0) + f"_o{self.out_staged}" * (self.out_staged > 0)
         more += f"_e{self.early}" * (self.early > 0) + f"_p{self.parts}" * (self.parts > 0)
         mask = f"_{self.mask}" if self.forward else ""  # always the most general elsewhere
         more += "" if self.ordered else "_unordered"

@@ -2063,7 +2063,7 @@ def test_the_preamble_holds_constants_and_types_alone(variant):
         assert re.fullmatch(form, line), line
     constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", variant.preamble()))
     owners = {
-        "query_registers": "forward_sm90", "out_staged": "forward_sm90", "early": "forward_sm90",
+        "query_steps": "forward_sm90", "out_staged": "forward_sm90", "early": "forward_sm90",
         "ordered": " ".join(MAIN_BACKWARD), "tall_products": "forward_f64 backward_f64",
         "keys_shared": "backward_f64", "vector_adds": "backward backward_f32",
         "converts": "decode_8bit", "paged": "forward",
