@@ -87,6 +87,7 @@ IDENTITY = {
     "sanitizer": ("tool", "kernel"),
     "host": ("what", "engine"),
     "claims": ("claim", "library"),
+    "science": ("use", "dtype", "points", "library"),
 }
 
 

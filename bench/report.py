@@ -142,12 +142,28 @@ def claims_table(record):
     return body and markdown(["claim", "measured", "verdict"], body)
 
 
+def science_table(record):
+    """Points in space on the GPU: time and memory, of naive in brackets."""
+
+    def both(figures, form, unit=1):
+        ours, naive = (format(figures[name] / unit, form) if name in figures else "-" for name in ("cuflash", "naive"))
+        return f"{ours} ({naive})"
+
+    rows = [row for row in record["science"] if row["library"] == "cupy"]
+    body = [
+        [row["use"], row["dtype"], f"{row['points']:,}", both(row["ms"], ",.2f"), both(row["extra_bytes"], ",.1f", 1e6)]
+        for row in rows
+    ]
+    return body and markdown(["use", "dtype", "points", "ms", "MB beyond arrays"], body)
+
+
 def tables(record):
     """README's tables by name, those the record has rows for."""
     found = {what: (rows := squares(record, what, "sm90")) and square_table(rows) for what in PASSES}
     found["decode"] = (rows := single_rows(record, kv_format=None)) and decode_table(rows)
     found["precise"] = precise_table(record)
     found["claims"] = claims_table(record)
+    found["science"] = science_table(record)
     return {name: table for name, table in found.items() if table}
 
 

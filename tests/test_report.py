@@ -64,7 +64,7 @@ def taken():
     sanitizer = [{"tool": "racecheck", "kernel": name, "errors": n} for name, n in (("forward", 1), ("backward", 46))]
     host = [{"engine": "sm90", "us": 28.8, "contenders": {"fa2": 19.96}}]
     versions = {"cupy-cuda13x": "14.2.0", "nvrtc": "13.0", "cores": 16}
-    parts = {"cases": cases, "fuzz": fuzz, "sanitizer": sanitizer, "host": host, "claims": []}
+    parts = {"cases": cases, "fuzz": fuzz, "sanitizer": sanitizer, "host": host, "claims": [], "science": []}
     return {"device": "TOY", "versions": versions, **parts}
 
 
@@ -112,6 +112,17 @@ def test_claims_of_the_gpu_are_a_table(taken):
         "| claim | measured | verdict |",
         "|---|---|---|",
         "| It is fast | cupy 2.00x | holds |",
+    ]
+
+
+def test_points_in_space_on_the_gpu_are_a_table(taken):
+    row = {"use": "regression", "dtype": "float32", "points": 8192, "library": "cupy"}
+    both = {"ms": {"cuflash": 0.29, "naive": 1.27}, "extra_bytes": {"cuflash": 5e5, "naive": 2.687e8}}
+    alone = {"points": 100_000, "ms": {"cuflash": 21.76}, "extra_bytes": {"cuflash": 5.6e6}}
+    taken["science"] = [row | both, row | alone, row | both | {"library": "numpy"}]
+    assert report.tables(taken)["science"].splitlines()[2:] == [
+        "| regression | float32 | 8,192 | 0.29 (1.27) | 0.5 (268.7) |",
+        "| regression | float32 | 100,000 | 21.76 (-) | 5.6 (-) |",
     ]
 
 
