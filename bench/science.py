@@ -349,7 +349,7 @@ def plot(rows, path):
         for axes, (figures, unit) in zip(column, (("ms", 1), ("extra_bytes", 1e6)), strict=True):
             for name, colour in colours.items():
                 for dtype, (stroke, mark) in styles.items():
-                    points = [(row["points"], max(row[figures][name] / unit, 1e-6)) for row in rows  # 0 has no logarithm
+                    points = [(row["points"], max(row[figures][name] / unit, 1e-6)) for row in rows  # 0: no logarithm
                               if (row["use"], row["dtype"]) == (use.name, dtype) and name in row[figures]]  # fmt: skip
                     if points:
                         label = f"{name}, {dtype}"

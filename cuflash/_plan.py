@@ -272,8 +272,8 @@ def variants(limits):
     return tuple(found)
 
 
-# Tiles of the sm90 engine, by padded head_dim and value_dim: tile_q (64 rows a consumer), tile_k, steps of 16 columns of
-# q that stay in registers, panels of 64 columns by which out leaves through shared memory of its own, steps of
+# Tiles of the sm90 engine, by padded head_dim and value_dim: tile_q (64 rows a consumer), tile_k, steps of 16 columns
+# of q that stay in registers, panels of 64 columns by which out leaves through shared memory of its own, steps of
 # exponentials that run beside a product.
 HOPPER_TILES = {
     (64, 64): (256, 64, 0, 1, 0),  # 2 steps beside: 0.95
