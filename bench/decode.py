@@ -11,6 +11,7 @@ many as read 256 MB, so that none finds its cache in L2. Their time is divided b
 and timed in the same way.
 """
 
+import functools
 import math
 
 import contenders
@@ -26,7 +27,6 @@ FEWEST_CALLS = 8
 LATENT_DIMS = 576, 512  # of DeepSeek's models
 CELLS = "1x1024,1x8192,8x1024,8x8192,64x1024,64x8192,1x65536,1x131072,8x65536"
 CHECKED = 3  # (sequence, head) pairs
-LOOSE = 3e-2  # a contender's distance from ours
 
 
 def cells(options):
@@ -204,34 +204,25 @@ def captured(caches, keywords):
 
 
 def captured_torch(caches, contender):
-    """The same of one of torch's back ends, and its answer for the first pair."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
-    case = caches.case
-    if case.page_size:
-        raise contenders.Unfit("caches in one piece only")
-    if case.queries > 1:
-        raise contenders.Unfit("one query a sequence only: its causal mask is top-left")
-    if case.kv_format:
-        raise contenders.Unfit("16-bit caches only")
-    if is_latent(case):
+    """The same of a contender by torch, and its answer for the first pair."""
+    if is_latent(caches.case):
         raise contenders.Unfit("values of their own only")
-    q, *rest = (contenders.to_torch(x) for x in (caches.q, *(x for pair in caches.turns() for x, _ in pair)))
-    pairs = list(zip(rest[::2], rest[1::2], strict=True))
-    more = {"enable_gqa": True} if case.heads != case.key_heads else {}
+    call = contender.prepare_decode(caches.case, caches.q, caches.tables)  # or says why not
+    pairs = [[contenders.to_torch(x) for x, _ in pair] for pair in caches.turns()]
+    import torch
+
     torch.cuda.synchronize()
     with contender.scope():
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             for pair in pairs[:2]:
-                answer = scaled_dot_product_attention(q, *pair, **more)
-            answer = scaled_dot_product_attention(q, *pairs[0], **more)
+                call(*pair)
+            answer = call(*pairs[0])
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for pair in pairs:
-                scaled_dot_product_attention(q, *pair, **more)
+                call(*pair)
     return graph.replay, answer
 
 
@@ -251,12 +242,10 @@ def measure(case, options, rivals):
     calls = {"ours": captured(caches, keywords)}
     for name, contender in rivals.items():
         try:
-            if not isinstance(contender, contenders.Torch):
-                raise contenders.Unfit("no decode of its own here")
             calls[name], theirs = captured_torch(caches, contender)
             ours, theirs = (contenders.to_host(x).astype(np.float64) for x in (out, theirs))
             far = np.linalg.norm(theirs - ours) / np.linalg.norm(ours)
-            if not far <= LOOSE:
+            if not far <= contenders.LOOSE[case.dtype]:
                 del calls[name]
                 raise contenders.Unfit(f"its answer is {far:.3g} from ours")
         except Exception as error_theirs:
@@ -271,12 +260,14 @@ def measure(case, options, rivals):
     rounds = timing.interleave(
         timing.EventTimer(cold=False), calls, rounds=options.rounds, launches=max(options.launches // 4, 2)
     )
+    eager = functools.partial(cuflash.decode, *first[0], **keywords, **first[1])
+    host = timing.case_host_us(eager, cupy.cuda.get_current_stream().synchronize)
     count = caches.calls
     rounds = {name: [ms / count for ms in each] for name, each in rounds.items()}
     figures = timing.figures(rounds, rivals, options.rival)
     own = timing.figures(rounds, ["append"] * append, None)
     figures |= {what: own[what] | figures[what] for what in ("contenders", "ratios")}
-    del calls, caches, first
+    del calls, caches, first, eager
     cupy.get_default_memory_pool().free_all_blocks()
     return record.case_row(
         case,
@@ -285,6 +276,7 @@ def measure(case, options, rivals):
         gbps=cache_bytes(case, options.scales) / figures["ms"] / 1e6,
         tflops=case.flops / figures["ms"] / 1e9,
         error_over_bound=error,
+        host_us={"ours": host},
         calls=count,
         most_splits=plan.steps[-1].args["splits"],
         batch_invariant=options.batch_invariant,
@@ -296,6 +288,6 @@ def line(row):
     """A row as one aligned line."""
     show = lambda ms: f"{ms * 1e3:9.1f} us"  # noqa: E731
     text = f"{row['variant']:<34} B{row['batch']:<3} H{row['heads']}/{row['key_heads']:<3} L{row['length']:<7}"
-    text += f" page {row['page_size'] or '-':<5} splits {row['most_splits']:<4} {show(row['ms'])}"
-    text += f" ±{row['spread']:5.1%} {row['gbps']:6.0f} GB/s  error/bound {row['error_over_bound']:.3f}"
-    return text + contenders.beside(row, show)
+    text += f" page {row['page_size'] or '-':<5} splits {row['most_splits']:<4}"
+    text += f" error/bound {row['error_over_bound']:.3f} {show(row['ms'])} ±{row['spread']:5.1%}"
+    return text + f" {row['gbps']:6.0f} GB/s" + timing.host_text(row) + contenders.beside(row, show)

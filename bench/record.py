@@ -86,6 +86,8 @@ IDENTITY = {
     "fuzz": ("what", "engine", "dtype"),
     "sanitizer": ("tool", "kernel"),
     "host": ("what", "engine"),
+    "claims": ("claim", "library"),
+    "science": ("use", "dtype", "points", "library"),
 }
 
 
@@ -152,13 +154,16 @@ def slug(name):
     return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia ")).strip("-")
 
 
+OTHERS = "cupy-", "nvidia-cudnn", "flash-attn", "flashinfer"  # how names of packages begin
+
+
 @cache
 def versions():
     """Versions of what took part, as far as it is installed."""
     found = {"python": platform.python_version(), "processor": _processor(), "cores": os.cpu_count()}
     for dist in metadata.distributions():
         name = (dist.metadata["Name"] or "").lower().replace("_", "-")
-        if name in ("numpy", "ml-dtypes", "torch") or name.startswith(("cupy-", "nvidia-cudnn")):
+        if name in ("numpy", "ml-dtypes", "torch", "triton", "jax") or name.startswith(OTHERS):
             found[name] = dist.version
     try:
         import cupy

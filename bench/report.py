@@ -2,10 +2,12 @@
 
     python -m bench.report              # tables and numbers in README.md, pictures beside the record (matplotlib)
     python -m bench.report --check      # 1 where one of them is not what the record gives; needs no matplotlib
+    python -m bench.report --pictures --record FILE     # pictures of another machine's record, beside it, and no more
 
 README.md says where figures stand. A table lies between two lines, ``<!-- table NAME -->`` and ``<!-- end -->``; a
 number in a sentence stands right before ``<!--NAME-->``. ``tables`` and ``numbers`` say what each name gives. A picture
-carries the hash of the points in it, so that one drawn from other figures is noticed.
+carries the hash of the points in it, so that one drawn from other figures is noticed; those that README.md shows have
+to be there. ``python bench/report.py`` is the same.
 """
 
 import argparse
@@ -15,13 +17,15 @@ import sys
 from pathlib import Path
 from statistics import geometric_mean
 
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # for `python bench/report.py`
 sys.path.insert(1, str(Path(__file__).resolve().parent))  # for `python -m bench.report`
 
-from pictures import curves, draw, mark
+from pictures import curves, draw, kind_of, mark
 from record import RESULTS, ROOT, read
 
+from cuflash import roofline
+
 ENGINES = ("sm90", "portable")
-NAMES = {"sm90": "cuflash", "portable": "portable"}
 PASSES = ("forward", "backward")
 MASKS = ("full", "causal")
 PRECISE = ("float32", "float64")
@@ -131,11 +135,35 @@ def precise_table(record):
     return body and markdown(["dtype", "engine", "head_dim", "mask", "length", *PASSES], body)
 
 
+def claims_table(record):
+    """What became of each claim on the GPU."""
+    rows = [row for row in record["claims"] if row["library"] == "cupy"]
+    body = [[row["says"], row["measured"], row["verdict"]] for row in rows]
+    return body and markdown(["claim", "measured", "verdict"], body)
+
+
+def science_table(record):
+    """Points in space on the GPU: time and memory, of naive in brackets."""
+
+    def both(figures, form, unit=1):
+        ours, naive = (format(figures[name] / unit, form) if name in figures else "-" for name in ("cuflash", "naive"))
+        return f"{ours} ({naive})"
+
+    rows = [row for row in record["science"] if row["library"] == "cupy"]
+    body = [
+        [row["use"], row["dtype"], f"{row['points']:,}", both(row["ms"], ",.2f"), both(row["extra_bytes"], ",.1f", 1e6)]
+        for row in rows
+    ]
+    return body and markdown(["use", "dtype", "points", "ms", "MB beyond arrays"], body)
+
+
 def tables(record):
     """README's tables by name, those the record has rows for."""
     found = {what: (rows := squares(record, what, "sm90")) and square_table(rows) for what in PASSES}
     found["decode"] = (rows := single_rows(record, kv_format=None)) and decode_table(rows)
     found["precise"] = precise_table(record)
+    found["claims"] = claims_table(record)
+    found["science"] = science_table(record)
     return {name: table for name, table in found.items() if table}
 
 
@@ -237,15 +265,73 @@ def pictures(record):
         rows += squares(record, what, "portable", dtype) if dtype in PRECISE or not rows else []
         rows = rows if len({row["length"] for row in rows}) > 1 else []  # a point is no curve
         title = "head_dim {head_dim}, {mask}"
-        panels = curves(rows, "tflops", title, lambda row: row["precision"] or NAMES[row["engine"]])
+        panels = curves(rows, "tflops", title, kind_of)
         found[what if dtype == "bfloat16" else f"{what}-{dtype}"] = f"{what}, {dtype}", "TFLOP/s", panels
     rows = sorted(single_rows(record), key=lambda row: (row["batch"], row["key_heads"]))
     rows = [row for row in rows if row["page_size"] in ((None,) if row["kv_format"] else (None, 16))]
     rows = [row for row in rows if len({x["length"] for x in rows if x["batch"] == row["batch"]}) > 1]
     title = "{key_heads} key heads, batch {batch}"
-    panels = curves(rows, "gbps", title, lambda row: row["kv_format"] or ("pages" if row["page_size"] else "cuflash"))
+    panels = curves(rows, "gbps", title, kind_of)
     found["decode"] = "decode, one row a sequence, bfloat16, 32 heads of 128", "GB/s of keys and values", panels
-    return {name: (f"{x[0]}, {record['device']}", *x[1:]) for name, x in found.items() if x[-1]}
+    found["memory"] = "memory a sequence, bfloat16, 16 heads of 128", "GB", memory_panels(record), {"log": True}
+    facts = {"across": "FLOP per byte of memory traffic, each array once", "log": True}
+    found["roofline"] = "roofline", "TFLOP/s", roofline_panels(record), facts
+    return {name: (f"{x[0]}, {record['device']}", *x[1:]) for name, x in found.items() if x[2]}
+
+
+def problem_of(row, **changes):
+    """A case as what ``cuflash.roofline`` counts."""
+    row = row | changes
+    sizes = like(row, "queries", "batch", "heads", "key_heads", "head_dim", "value_dim", "dtype")
+    window = row["window"] and tuple(row["window"])
+    return roofline.Problem(row["what"], row["length"], causal=row["mask"] == "causal", window=window, **sizes)
+
+
+def memory_panels(record):
+    """Bytes held at the worst moment, inputs and results among them, by length: counted and, as dots, measured."""
+    panels = {}
+    for what in PASSES:
+        rows = [row for row in squares(record, what, "sm90") if row["head_dim"] == 128 and row["mask"] == "full"]
+        if not rows:
+            continue
+        lines = {name: [] for name in ("counted", "naive counted", "measured", "naive measured")}
+        for length in (2**n for n in range(9, 16)):
+            problem = problem_of(rows[0], queries=length, length=length, batch=1)
+            for name, cost in (("counted", roofline.flash(problem)), ("naive counted", roofline.naive(problem))):
+                lines[name].append((length, cost.memory / 1e9))
+        for row in rows:
+            problem, size = problem_of(row), row["batch"] * 1e9
+            given = sum(problem.nbytes.values())  # q, k, v, out, lse; gradients are as large as these without lse
+            given += given - problem.nbytes["lse"] if what == "backward" else 0
+            if row["extra_bytes"] is not None:
+                lines["measured"].append((row["length"], (given + row["extra_bytes"]) / size))
+            held = (row.get("contender_bytes") or {}).get("naive")
+            if held is not None and what == "forward":  # in backward the weights are there before
+                lines["naive measured"].append((row["length"], (given + held) / size))
+        panels[f"{what}, head_dim 128"] = {name: points for name, points in lines.items() if points}
+    return panels
+
+
+def roofline_panels(record):
+    """The device's roof; what was measured, by bytes that are counted; and where naive attention would be at best."""
+    device = roofline.named(record["device"] or "")
+    if device is None:
+        return {}
+    rows = [row for what in PASSES for row in squares(record, what, "sm90") or squares(record, what, "portable")]
+    lines = {"roof": [], "naive at most": []}
+    for row in rows + single_rows(record, kv_format=None, page_size=None):
+        problem = problem_of(row)
+        cost, naive = roofline.flash(problem), roofline.naive(problem)
+        lines.setdefault(row["what"], []).append((cost.intensity, cost.flops / row["ms"] / 1e9))
+        if row["what"] != "decode":
+            lines["naive at most"].append((naive.intensity, naive.flops / naive.seconds(device) / 1e12))
+    points = [x for found in lines.values() for x, _ in found]
+    if points:
+        peak, ridge = device.peak("bfloat16") / 1e12, device.peak("bfloat16") / device.bandwidth
+        ends = min(points) / 2, ridge, max(max(points), ridge) * 2
+        lines["roof"] = [(x, min(x / ridge, 1) * peak) for x in ends]
+    return {f"{device.name}, bfloat16": lines} if points else {}
+
 
 
 def main(argv=None):
@@ -254,16 +340,19 @@ def main(argv=None):
     parser.add_argument("--check", action="store_true", help="write nothing; 1 where something differs")
     parser.add_argument("--record", type=Path, default=RESULTS / "h200.json", help="pictures go beside it")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--pictures", action="store_true", help="draw them, and leave README.md alone")
     options = parser.parse_args(argv)
-    record, text = read(options.record), options.readme.read_text()
+    record, text = read(options.record), "" if options.pictures else options.readme.read_text()
     wanted = filled(text, record)
     changes = [*difflib.unified_diff(text.splitlines(), wanted.splitlines(), "README.md", "record", n=0, lineterm="")]
     shown = {options.record.with_name(f"{options.record.stem}-{name}.png"): x for name, x in pictures(record).items()}
-    stale = {path: x for path, x in shown.items() if not path.is_file() or mark(x).encode() not in path.read_bytes()}
+    needed = {path: x for path, x in shown.items() if path.is_file() or path.name in text}
+    stale = [path for path, x in needed.items() if not path.is_file() or mark(x).encode() not in path.read_bytes()]
     print(*changes, *(f"{path.name} is not there, or shows other figures" for path in stale), sep="\n")
     if options.check:
         return int(bool(changes or stale))
-    options.readme.write_text(wanted)
+    if not options.pictures:
+        options.readme.write_text(wanted)
     for path, picture in shown.items():
         draw(picture, path)
     return 0

@@ -8,12 +8,19 @@
     python bench/run.py decode                              # a row a sequence against caches, see decode.py
     python bench/run.py host                                # host time of a cached forward call, and where it goes
 
+    python bench/run.py --contenders all --rival best --plot forward.png     # whatever contender is here, as a picture
+
 A cell has ``tokens`` rows in all (batch x length) and heads x head_dim = ``width``; arrays lie as (batch, length,
-heads, head_dim), seen with swapped axes. ``--json FILE`` merges the rows into a record (``record.py``).
+heads, head_dim), seen with swapped axes. A line says: error over bound, median time of a launch with a cold L2 cache,
+how far the rounds lie apart, rate, host time of a call, memory beyond results, and each contender's time and its ratio
+to ours, the best one's first: above 1 where ours is faster. ``contenders.py`` lists the contenders; one that cannot run
+says why, once. ``--json FILE`` merges the rows into a record (``record.py``), ``--csv`` and ``--plot`` write theirs.
 """
 
 import argparse
+import contextlib
 import csv
+import importlib.util
 import math
 import statistics
 import sys
@@ -27,13 +34,14 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 import contenders
 import decode
 import gpu
+import pictures
 import record
 import timing
+from progress_bar import Bar, say
 
 import cuflash
 
 CHECKED_ROWS = 64  # a head
-LOOSE = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 5e-3, "float64": 1e-6}  # a contender's distance from ours
 
 
 def parse(argv=None):
@@ -50,7 +58,7 @@ def parse(argv=None):
     parser.add_argument("--window", type=int, default=1023, help="keys on the left that a row sees, for mask window")
     parser.add_argument("--width", type=int, default=2048, help="heads x head_dim")
     parser.add_argument("--precision", choices=("tf32",), help="of forward in float32")
-    parser.add_argument("--contenders", default="fa2,cudnn", help="names by commas; '' for none")
+    parser.add_argument("--contenders", default="fa2,cudnn", help="names by commas, or all; '' for none")
     parser.add_argument("--rival", help="the contender the cases are judged against, or best; default the first")
     parser.add_argument("--cells", default=decode.CELLS, help="of decode: BATCHxLENGTH, by commas")
     parser.add_argument("--heads", type=int, default=32, help="of decode: query heads")
@@ -70,7 +78,10 @@ def parse(argv=None):
     parser.add_argument("--warm", action="store_true", help="leave the L2 cache as it is, for all alike")
     parser.add_argument("--json", metavar="FILE", help="record to merge the rows into")
     parser.add_argument("--csv", metavar="FILE", help="table to write")
+    parser.add_argument("--plot", metavar="FILE.png", help="picture to draw; needs matplotlib")
     options = parser.parse_args(argv)
+    if options.plot and not importlib.util.find_spec("matplotlib"):
+        parser.error('--plot needs matplotlib, which is not installed; wanted pip install -e ".[plot]"')
     for name in ("dtype", "mask", "contenders", "kv_format"):
         setattr(options, name, [part for part in getattr(options, name).split(",") if part])
     options.cells = [tuple(map(int, part.split("x"))) for part in options.cells.split(",")]
@@ -78,6 +89,7 @@ def parse(argv=None):
         setattr(options, name, [int(part) for part in getattr(options, name).split(",")])
     options.key_heads = [1] if options.latent else options.key_heads
     options.rival = options.rival or next(iter(options.contenders), None)
+    options.rival = "best" if options.rival == "all" else options.rival
     options.launches = options.launches or (1 if options.engine == "numpy" else 20)
     if options.quick:
         options.rounds, options.launches = 2, min(5, options.launches)
@@ -124,6 +136,16 @@ class Inputs:
             import cupy
 
             cupy.cuda.get_current_stream().synchronize()
+
+    def trim(self):
+        """Give back what the libraries keep of freed memory, which one of them cannot have of another's."""
+        if self.on_gpu:
+            import cupy
+
+            with contextlib.suppress(Exception):  # what a kernel has broken has been said
+                cupy.get_default_memory_pool().free_all_blocks()
+                if "torch" in sys.modules:
+                    sys.modules["torch"].cuda.empty_cache()
 
     def _draw(self, dtype, size, count):
         rng = np.random.default_rng(2205)
@@ -218,7 +240,7 @@ def measure(case, options, inputs, rivals, timer):
             with contender.scope():
                 extras[name], theirs = timing.extra_bytes(call, library) if name == "naive" else (None, call())
             far = distance(case, out, theirs)
-            if not far <= LOOSE[case.dtype]:
+            if not far <= contenders.LOOSE[case.dtype]:
                 raise contenders.Unfit(f"its answer is {far:.3g} from ours")
         except Exception as error_theirs:
             contenders.left_out(name, error_theirs)
@@ -229,6 +251,10 @@ def measure(case, options, inputs, rivals, timer):
     rounds = timing.interleave(
         timer, calls, rounds=options.rounds, launches=options.launches, warmup=3 if inputs.on_gpu else 0, scopes=scopes
     )
+    hosts = {}
+    for name, call in calls.items() if inputs.on_gpu else ():
+        with scopes.get(name, contextlib.nullcontext)():
+            hosts[name] = timing.case_host_us(call, inputs.synchronize)
     walls = {}  # ours, beside contenders in processes of their own
     for name, child in children.items():
         if child is None:
@@ -248,6 +274,7 @@ def measure(case, options, inputs, rivals, timer):
         tflops=case.flops / figures["ms"] / 1e9,
         extra_bytes=extra,
         error_over_bound=error,
+        host_us=hosts or None,
         wall_rounds=walls,
         launches=options.launches,
         contender_bytes={name: held for name, held in extras.items() if held is not None},
@@ -258,9 +285,10 @@ def measure(case, options, inputs, rivals, timer):
 def line(row):
     """A row as one aligned line."""
     name = row["variant"] or f"{row['what']} {row['engine']} {row['dtype']} d{row['head_dim']} {row['mask']}"
-    text = f"{name:<48} B{row['batch']:<3} H{row['heads']:<3} L{row['length']:<6} {row['ms']:9.3f} ms "
-    text += f"±{row['spread']:5.1%} {row['tflops']:8.4g} TFLOP/s  error/bound {row['error_over_bound']:.3f}"
-    return text + f"  extra {row['extra_bytes'] / 1e6:.1f} MB" + contenders.beside(row, lambda ms: f"{ms:9.3f} ms")
+    text = f"{name:<48} B{row['batch']:<3} H{row['heads']:<3} L{row['length']:<6}"
+    text += f" error/bound {row['error_over_bound']:.3f} {row['ms']:9.3f} ms ±{row['spread']:5.1%}"
+    text += f" {row['tflops']:8.4g} TFLOP/s{timing.host_text(row)}  extra {row['extra_bytes'] / 1e6:6.1f} MB"
+    return text + contenders.beside(row, lambda ms: f"{ms:9.3f} ms")
 
 
 def summary(rows):
@@ -304,7 +332,7 @@ def host_row(options, rivals, count=10_000):
             with contender.scope():
                 theirs[name] = time(call)
         except Exception as error:  # as in measure()
-            print(f"  {name} left out: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            contenders.left_out(name, error)
     return {"what": "forward", "engine": options.engine, "us": us, "parts": parts, "contenders": theirs}
 
 
@@ -324,26 +352,34 @@ def main(argv=None):
     inputs, timer = Inputs(on_gpu), timing.EventTimer(cold=not options.warm) if on_gpu else timing.WallTimer()
     print(f"{record.device()}: {options.rounds} rounds of {options.launches} launches")
     rows, failed = [], 0
-    for case in decode.cells(options) if decoding else cells(options):
-        try:
-            if decoding:
-                row = record.stamped(decode.measure(case, options, rivals))
-            else:
-                row = record.stamped(measure(case, options, inputs, rivals, timer))
-        except Exception as error:  # one bad case must not cost the figures of the others
-            failed += 1
-            print(f"FAILED {case}: {type(error).__name__}: {error}", flush=True)
-            continue
-        rows.append(row)
-        print(decode.line(row) if decoding else line(row), flush=True)
-        if options.json:
-            record.add(options.json, "cases", [row])
+    asked = list(decode.cells(options) if decoding else cells(options))
+    with Bar(len(asked)) as bar:
+        for case in asked:
+            bar.step(f"{case.what} {case.dtype} d{case.head_dim} L{case.length} {case.mask}")
+            try:
+                if decoding:
+                    row = record.stamped(decode.measure(case, options, rivals))
+                else:
+                    row = record.stamped(measure(case, options, inputs, rivals, timer))
+            except Exception as error:  # one bad case must not cost the figures of the others
+                failed += 1
+                say(f"FAILED {case}: {type(error).__name__}: {error}")
+                continue
+            finally:
+                inputs.trim()
+            rows.append(row)
+            say(decode.line(row) if decoding else line(row))
+            if options.json:
+                record.add(options.json, "cases", [row])
     print(*summary(rows), sep="\n")
     if options.csv and rows:
         with open(options.csv, "w", newline="") as file:
             table = csv.DictWriter(file, rows[0])
             table.writeheader()
             table.writerows(rows)
+    if options.plot and rows:
+        pictures.draw(pictures.of_rows(rows, record.device()), options.plot)
+        print(f"drawn in {options.plot}")
     return 1 if failed or not rows else 0
 
 

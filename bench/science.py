@@ -2,6 +2,7 @@
 
     python bench/science.py                         # 100,000 points in 3 dimensions, and smaller sizes beside CuPy
     python bench/science.py --plot science.png      # time and memory against the number of points too
+    python bench/science.py --json FILE             # rows into the record
     python bench/science.py --numpy                 # few points on the CPU
 
 **Regression** (Nadaraya and Watson): y(x) = sum_i K(x - x_i) y_i / sum_i K(x - x_i), K(r) = exp(-|r|^2 / 2 width^2).
@@ -32,6 +33,7 @@ import numpy as np
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
+import record
 import timing
 
 import cuflash
@@ -322,15 +324,15 @@ def line(cells):
     return "  ".join(format(cell, form) for cell, form in zip(cells, COLUMNS.values(), strict=True))
 
 
-def row(use, dtype, size, ms, extra, errors):
-    """What was measured as one line."""
+def shown(row):
+    """A row as one line."""
 
-    def shown(figures, form, unit=1):
-        return [format(figures[name] / unit, form) if name in figures else "-" for name in ("cuflash", "naive")]
+    def both(field, form, unit=1):
+        return [format(row[field][name] / unit, form) if name in row[field] else "-" for name in ("cuflash", "naive")]
 
-    ratio = f"{ms['naive'] / ms['cuflash']:.2f}" if len(ms) == 2 else "-"
-    memory = shown(extra, ",.1f", 1e6)
-    return line([use, dtype, f"{size:,}", *shown(ms, ",.2f"), ratio, *memory, *shown(errors, ".1e")])
+    ratio = f"{row['ms']['naive'] / row['ms']['cuflash']:.2f}" if "naive" in row["ms"] else "-"
+    figures = *both("ms", ",.2f"), ratio, *both("extra_bytes", ",.1f", 1e6), *both("error", ".1e")
+    return line([row["use"], row["dtype"], f"{row['points']:,}", *figures])
 
 
 def plot(rows, path):
@@ -338,17 +340,17 @@ def plot(rows, path):
     from matplotlib.figure import Figure
 
     colours = {"cuflash": "#0072B2", "naive": "#E69F00"}
-    sizes = sorted({r["size"] for r in rows})
+    sizes = sorted({row["points"] for row in rows})
     styles = {"float32": ("-", "o"), "float64": ("--", "s")}
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     grid = figure.subplots(2, len(USES), sharex=True, sharey="row")
     for column, use in zip(grid.T, USES, strict=True):
         column[0].set_title(use.name)
-        for axes, figures in zip(column, ("ms", "MB"), strict=True):
+        for axes, (figures, unit) in zip(column, (("ms", 1), ("extra_bytes", 1e6)), strict=True):
             for name, colour in colours.items():
                 for dtype, (stroke, mark) in styles.items():
-                    points = [(r["size"], r[figures][name]) for r in rows
-                              if (r["use"], r["dtype"]) == (use.name, dtype) and name in r[figures]]  # fmt: skip
+                    points = [(row["points"], max(row[figures][name] / unit, 1e-6)) for row in rows  # 0: no logarithm
+                              if (row["use"], row["dtype"]) == (use.name, dtype) and name in row[figures]]  # fmt: skip
                     if points:
                         label = f"{name}, {dtype}"
                         axes.plot(*zip(*points, strict=True), stroke, marker=mark, color=colour, label=label)
@@ -374,6 +376,7 @@ def parse(arguments):
     parser.add_argument("--epsilon", type=float, default=0.01, help="of transport in a cube of side 1")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--plot", metavar="FILE", help="picture to draw; needs matplotlib")
+    parser.add_argument("--json", metavar="FILE", help="record to merge the rows into")
     parser.add_argument("--numpy", action="store_true", help="on the CPU")
     options = parser.parse_args(arguments)
     if options.points is None:
@@ -403,9 +406,9 @@ def main(arguments=None):
                 use = kind(size, dtype, xp, options)
                 names = ("cuflash", "naive") if size in options.naive else ("cuflash",)
                 ms, extra, errors = measure(use, names, xp, options.rounds)
-                print(row(use.name, dtype, size, ms, extra, errors), flush=True)
-                megabytes = {name: max(held, 1) / 1e6 for name, held in extra.items()}  # 0 has no place on a log axis
-                rows.append({"use": use.name, "dtype": dtype, "size": size, "ms": ms, "MB": megabytes})
+                what = {"use": use.name, "dtype": dtype, "points": size, "library": xp.__name__}
+                rows.append(record.stamped(what | {"ms": ms, "extra_bytes": extra, "error": errors}))
+                print(shown(rows[-1]), flush=True)
                 if not errors["cuflash"] <= largest_error(use, dtype):
                     wrong.append(f"{use.name} in {dtype} of {size:,} points")
     if "float32" in options.dtype:
@@ -414,6 +417,8 @@ def main(arguments=None):
             f"regression of {options.points:,} points in float32: error {by_differences:.1e} by differences, "
             f"{about_mean:.1e} by products about the mean, {far_away:.1e} about an origin {FAR} sides of the cube away"
         )
+    if options.json:
+        record.add(options.json, "science", rows)
     if options.plot:
         plot(rows, options.plot)
     print(f"WRONG: {', '.join(wrong)}" if wrong else "every error of cuflash is within what cancellation explains")

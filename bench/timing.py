@@ -12,6 +12,7 @@ import time
 import tracemalloc
 
 SWEPT_BYTES = 256 << 20  # several times the L2 of any GPU
+HOST_CALLS = 5  # of each case, whose host time is shown beside its figures
 
 
 class EventTimer:
@@ -151,6 +152,17 @@ def host_us(call, *, count=10_000, chunks=10, synchronize=lambda: None, clock=ti
         means.append((clock() - begin) / (count // chunks) * 1e6)
     synchronize()
     return statistics.median(means)
+
+
+def case_host_us(call, synchronize):
+    """The same of a call that may take long on the GPU, and is warm: of a few, each behind nothing else."""
+    return host_us(call, count=HOST_CALLS, chunks=HOST_CALLS, synchronize=synchronize)
+
+
+def host_text(row):
+    """A row's host time as a part of its line: empty where the host is what computes."""
+    us = (row["host_us"] or {}).get("ours")
+    return f"  host {us:5.1f} us" if us else ""
 
 
 def extra_bytes(call, library):

@@ -277,16 +277,16 @@ def variants(limits):
     return tuple(found)
 
 
-# Tiles of the sm90 engine, by padded head_dim and value_dim: tile_q (64 rows a consumer), tile_k, whether q stays in
-# registers, panels of 64 columns by which out leaves through shared memory of its own, steps of exponentials that run
-# beside a product.
+# Tiles of the sm90 engine, by padded head_dim and value_dim: tile_q (64 rows a consumer), tile_k, steps of 16 columns
+# of q that stay in registers, panels of 64 columns by which out leaves through shared memory of its own, steps of
+# exponentials that run beside a product.
 HOPPER_TILES = {
     (64, 64): (256, 64, 0, 1, 0),  # 2 steps beside: 0.95
-    (96, 96): (128, 128, 1, 2, 2),
-    (128, 128): (128, 128, 1, 2, 2),  # no step beside: 0.93; 3: 0.97; tile_k 112: 0.93; 144: 0.95
+    (96, 96): (128, 128, 6, 2, 2),
+    (128, 128): (128, 128, 8, 2, 2),  # no step beside: 0.93; 3: 0.97; tile_k 112: 0.93; 144: 0.95
     (192, 128): (128, 96, 0, 2, 0),
     (192, 192): (128, 96, 0, 1, 0),  # 112 keys and out from registers: 0.99 causal, 1.00
-    (256, 256): (128, 64, 0, 2, 2),  # tile_k 80: 0.97 causal, the same without a mask; no step beside: 0.99
+    (256, 256): (128, 64, 6, 2, 2),  # tile_k 80: 0.97 causal; no step beside: 0.99; none of q held: 0.99
 }
 
 LONG = 12288  # keys from which the tiles of this table are taken
@@ -302,14 +302,14 @@ def hopper_variant(dtype, mask, head_dim, value_dim, keys=0):
     """The sm90 engine's forward kernel for head dims as given and so many keys."""
     dims = hopper_dims(head_dim, value_dim)
     tiles = HOPPER_TILES | HOPPER_LONG_TILES if keys >= LONG else HOPPER_TILES
-    tile_q, tile_k, query_registers, out_staged, early = tiles[dims]
+    tile_q, tile_k, query_steps, out_staged, early = tiles[dims]
     consumers, (query_panels, value_panels) = tile_q // 64, (-(-dim // 64) for dim in dims)
     shared = 128 * tile_q * (query_panels + out_staged)  # rows of 128 bytes
     shared += 2 * 128 * tile_k * (query_panels + value_panels)
     shared += 32 + consumers * (3 * 48 + 16) + 64  # work and barriers
     return Variant(
         "forward_sm90", dtype, mask, *dims, tile_q, tile_k, 4 * (1 + consumers), 1, 2, shared,
-        query_registers, out_staged, early,
+        query_steps, out_staged, early,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import cuflash
 
 from . import __main__ as job
 from ._dtypes import ELEMENTS
-from .roofline import DEVICES, FUNCTIONS, Device, Problem, flash, naive
+from .roofline import DEVICES, FUNCTIONS, Device, Problem, flash, naive, named
 
 COLOURS = {"forward": "#0072B2", "backward": "#D55E00", "decode": "#009E73"}  # Okabe and Ito's
 MARKERS = {"naive": dict(zip(FUNCTIONS, "sD^", strict=True)), "flash": dict(zip(FUNCTIONS, "oPv", strict=True))}
@@ -30,25 +30,27 @@ def measure(problem, xp, float32_softmax=False):
     launches than are counted, and goes through float32 in bfloat16, of which CuPy has no sums.
     """
 
+    drawn = inputs(problem)
+
     def median(make, *options):
         try:
-            call = make(problem, xp, *inputs(problem, xp), *options)
+            call = make(problem, xp, *(job.to_device(x, xp) for x in drawn), *options)
             call()
             return statistics.median(job.milliseconds(call, xp) for _ in range(job.REPEATS))
         except Exception as reason:  # no kernel, no product of this dtype, no memory: each library has its own
-            return f"{type(reason).__name__}: {reason}"
+            return f"{type(reason).__name__}: {next(iter(str(reason).splitlines()), '')}"
 
     return {"naive": median(plain, float32_softmax), "flash": median(ours)}
 
 
-def inputs(problem, xp):
-    """Random normal q, k, v and dout."""
+def inputs(problem):
+    """Random normal q, k, v and dout on the host."""
     rng = np.random.default_rng(0)
     rows, keys = (problem.batch, problem.heads, problem.queries), (problem.batch, problem.key_heads, problem.keys)
     qk, pv = problem.head_dim, problem.value_dim
     shapes = (*rows, qk), (*keys, qk), (*keys, pv), (*rows, pv)
     dtype = ELEMENTS[problem.dtype].dtype
-    return [job.to_device(rng.standard_normal(shape, dtype=np.float32).astype(dtype), xp) for shape in shapes]
+    return [rng.standard_normal(shape, dtype=np.float32).astype(dtype) for shape in shapes]
 
 
 def ours(problem, xp, q, k, v, dout):
@@ -65,10 +67,11 @@ def plain(problem, xp, q, k, v, dout, float32_softmax):
     lead = (problem.batch, problem.key_heads, problem.group * problem.queries)  # heads that share keys, row after row
     q, k, v, dout = (job._wide(x, xp) for x in (q.reshape(*lead, -1), k, v, dout.reshape(*lead, -1)))
     wide = np.promote_types(q.dtype, np.float32) if float32_softmax else q.dtype
-    rows, keys, mask = np.arange(problem.queries)[:, None], np.arange(problem.keys), problem.mask
-    seen = (mask.first_key(rows, problem.keys) <= keys) & (keys < mask.end_key(rows, problem.keys))
-    seen = None if seen.all() else xp.asarray(np.tile(seen, (problem.group, 1)))
-    scale = 1 / math.sqrt(problem.head_dim)
+    seen, scale = None, 1 / math.sqrt(problem.head_dim)
+    if problem.mask.name != "full":
+        rows = np.tile(np.arange(problem.queries), problem.group)[:, None]
+        first, end = (xp.asarray(f(rows, problem.keys)) for f in (problem.mask.first_key, problem.mask.end_key))
+        seen = (first <= xp.arange(problem.keys)) & (xp.arange(problem.keys) < end)
 
     def weights():
         scores = (q @ k.swapaxes(-2, -1) * scale).astype(wide, copy=False)
@@ -208,15 +211,15 @@ def _positive(text):
 
 def device_of(options, gpu_name):
     """The device that options name, or the GPU here, with the ceilings that they give."""
-    here = gpu_name and gpu_name.lower().replace(" ", "")
-    name = options.device or ("h100" if here is None else next((name for name in DEVICES if name in here), None))
-    device = DEVICES[name] if name else Device(gpu_name, {}, 0)
+    name = options.device or ("h100" if gpu_name is None else None)
+    known = DEVICES[name] if name else named(gpu_name)
+    device = known or Device(gpu_name, {}, 0)
     given = {}
     if options.tflops:
         given["flops"] = {options.dtype: options.tflops * 1e12}
     if options.bandwidth:
         given["bandwidth"] = options.bandwidth * 1e12
-    if not name and len(given) < 2:
+    if not known and len(given) < 2:
         wanted = f"--tflops and --bandwidth, or --device with one of {', '.join(DEVICES)}"
         raise ValueError(f"roofline: the ceilings of {gpu_name} are not known; wanted {wanted}")
     if given:

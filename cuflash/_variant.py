@@ -187,7 +187,7 @@ class Variant:
     blocks_per_sm: int  # that the registers must leave room for
     stages: int  # 2: the next tile is copied beside this one; 1: its keys beside these values, and so on in turn
     shared_bytes: int
-    query_registers: int = 0  # whether q stays in registers, so that its shared memory is free for the next rows
+    query_steps: int = 0  # of 16 columns of q that stay in registers; if all, its shared memory is free for next rows
     out_staged: int = 0  # panels of a warp's rows of out in shared memory of its own, to leave by tensor copies
     early: int = 0  # steps of 16 keys whose exponentials run beside the product with v before
     ordered: int = 1  # backward: whether sums of dq take turns; 0 in tests of what that costs
@@ -196,7 +196,6 @@ class Variant:
     vector_adds: int = 0  # backward: whether the device adds four floats at once
     parts: int = 0  # float32: bfloat16 that a number is split into
     converts: int = 0  # decode: whether the device converts E4M3
-    query_steps: int = 0  # decode of columns of keys: steps of 16 columns of q that stay in registers
     paged: int = 0  # forward: whether keys and values lie in a cache
 
     @property
@@ -204,10 +203,9 @@ class Variant:
         """The facts spelled out: a label for benchmarks, tests and errors."""
         dims = f"d{self.head_dim}" if self.head_dim == self.value_dim else f"d{self.head_dim}v{self.value_dim}"
         tiles = f"q{self.tile_q}_k{self.tile_k}_w{self.warps}_b{self.blocks_per_sm}"
-        more = "_r" * self.query_registers + f"_o{self.out_staged}" * (self.out_staged > 0)
+        more = f"_r{self.query_steps}" * (self.query_steps > 0) + f"_o{self.out_staged}" * (self.out_staged > 0)
         more += f"_e{self.early}" * (self.early > 0) + f"_p{self.parts}" * (self.parts > 0)
         mask = f"_{self.mask}" if self.forward else ""  # always the most general elsewhere
-        more += f"_r{self.query_steps}" * (self.query_steps > 0)
         more += "" if self.ordered else "_unordered"
         more += "_paged" * self.paged
         return f"{self.kernel}_{KINDS[self.element].short}{mask}_{dims}_{tiles}_s{self.stages}{more}"
@@ -263,7 +261,7 @@ class Variant:
             "parts": ("forward_f32", "forward_f32_sm90", "forward_parts", "backward_f32"),
             "vector_adds": ("backward", "backward_f32"),
             "converts": ("decode_8bit",),
-            "query_steps": ("decode_latent",),
+            "query_steps": ("forward_sm90", "decode_latent"),
             "paged": ("forward",),
         }
         return self.kernel in owners.get(field.name, ("forward_sm90",))

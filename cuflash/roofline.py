@@ -30,6 +30,7 @@ holds inputs and results and, in backward, that sum and two numbers a row: it gr
 """
 
 import math
+import re
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,6 +88,14 @@ DEVICES = {
     "b200": _nvidia("B200 SXM", 2250, 37, 8, 180, "HGX B200 data sheet, for one of its eight GPUs"),
     "rtx4090": _nvidia("RTX 4090", 165.2, 1.29, 1.008, 24, "Ada white paper, sums in float32, float64 by its FMAs"),
 }
+
+
+def named(gpu):
+    """The device of `DEVICES` that the driver's name of a GPU means, or None: a variant may have other ceilings."""
+    words = re.split(r"[^a-z0-9]+", gpu.lower().replace("rtx ", "rtx"))
+    if {"pcie", "nvl", "laptop", "d"} & set(words) or "a100" in words and "40gb" in words:
+        return None
+    return next((device for name, device in DEVICES.items() if name in words), None)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@
 //   slopes:   dp^T = v dout^T    ds^T = p^T (dp^T - row_delta)             dk += ds^T q
 //
 // Two warps of a kind share KEY_ROWS keys: each has half of the queries while it multiplies first, and half of the
-// columns of dk or dv, which stay in registers from the first visit to the last, while it multiplies again. Those who
-// have slopes then compute dq of the visit and add it to dq_sum when the block's turn has come, while the others are at
-// the next visit. The kinds wait for each other only for what the other has made, brought or left, so that what lies
-// between two products of one runs beside those of the other. Each brings the rows that it is the last to read, weights
-// dout and slopes q, a half of a tile as soon as it has met p^T or ds^T.
+// columns of dk or dv, which stay in registers from the first visit to the last, while it multiplies again. Then each
+// computes its part of the visit's dq and adds it to dq_sum when the block's turn has come. The kinds wait for each other
+// only for what the other has made, brought or left, so that what lies between two products of one runs beside those of
+// the other. Each brings the rows that it is the last to read, weights dout and slopes q, a half of a tile as soon as it
+// has met p^T or ds^T.
 //
 // Where things lie. An instruction sums its terms in whatever order its operands hold them, if only both agree, and
 // nobody minds which column of s^T is which query. With g = lane / 4 and t = lane % 4, of every 16 queries
@@ -50,9 +50,10 @@ constexpr int OCTETS = QUERIES / 8;
 constexpr int COLUMNS = HEAD_DIM / 2;          // that a warp has of dk or dv: every other 8
 constexpr int HALVES = TILE_Q == 16 ? 1 : 2;   // of q and dout, copied by themselves
 constexpr int HALF_ROWS = TILE_Q / HALVES;
-constexpr int DQ_MATES = WARPS / 2 / (TILE_Q / 16);  // warps that share 16 rows of dq: each has 8 columns in turn
+constexpr int DQ_MATES = WARPS / (TILE_Q / 16);  // warps that share 16 rows of dq: each has 8 columns in turn
 constexpr int DQ_OCTETS = HEAD_DIM / 8 / DQ_MATES;
-constexpr int DQ_ROUND = DQ_OCTETS % 4 == 0 ? 4 : DQ_OCTETS % 3 == 0 ? 3 : 1;  // that registers hold at once
+// Octets of columns that registers hold at once.
+constexpr int DQ_ROUND = DQ_OCTETS % 4 == 0 ? 4 : DQ_OCTETS % 3 == 0 ? 3 : DQ_OCTETS % 2 == 0 ? 2 : 1;
 
 static_assert(HEAD_DIM == VALUE_DIM, "VALUE_DIM: that of k, so that both kinds of warps do the same");
 static_assert(HEAD_DIM % 32 == 0, "HEAD_DIM: a multiple of 32");
@@ -67,8 +68,8 @@ static_assert(STAGES == 1, "STAGES: one for q and dout");
 // Barriers, beside that of all. Of a kind:
 constexpr int AMONG_WEIGHTS = 1, AMONG_SLOPES = 2;
 // Where one kind waits for the other: weights for q, brought by those who have slopes, and for them to have read p^T;
-// slopes for dout, brought by the others; slopes for p^T; and weights for dout to have been read.
-constexpr int QUERIES_THERE = 3, DOUTS_THERE = 4, WEIGHTS_THERE = 5, DOUTS_READ = 6;
+// slopes for dout, brought by the others; slopes for p^T; weights for dout to have been read; and weights for ds^T.
+constexpr int QUERIES_THERE = 3, DOUTS_THERE = 4, WEIGHTS_THERE = 5, DOUTS_READ = 6, SLOPES_THERE = 7;
 
 constexpr int PITCH = HEAD_DIM * sizeof(double);
 
@@ -120,7 +121,7 @@ __device__ __forceinline__ uint32 offset(uint32 row, uint32 byte) {
 __device__ __forceinline__ bool has_slopes() { return warp_index() >= WARPS / 2; }
 __device__ __forceinline__ int key_warp() { return warp_index() / 2 % KEY_WARPS; }
 __device__ __forceinline__ int mate() { return warp_index() % 2; }
-__device__ __forceinline__ int dq_block() { return (warp_index() - WARPS / 2) / DQ_MATES; }
+__device__ __forceinline__ int dq_block() { return warp_index() / DQ_MATES; }
 __device__ __forceinline__ int warp_query() { return first_query(mate() * OCTETS); }  // of its first octet
 
 // What is copied ----------------------------------------------------------------------------------------------------
@@ -441,6 +442,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 cp_async_commit_group();
             }
         };
+        // The warp's part of dq of the n-th visit; what its kind has brought meanwhile is `there` after its first product.
+        auto add_dq = [&](int n, int there) {
+            auto turns_had = [&] { return load_relaxed(agenda.counter(args, n)); };
+            int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
+#pragma unroll
+            for (int first = 0; first < DQ_OCTETS; first += DQ_ROUND) {
+                double dq[DQ_ROUND][4] = {};
+                multiply_slopes(dq, shared, global_keys(args, shared, 0), first);
+                if (first == 0) {
+                    cp_async_wait_group<0>();
+                    if (!is_last(n)) bar_arrive(there, THREADS);
+                    // Nothing is read that another block has written, so that nothing is to be acquired: memory
+                    // adds, and has added what came before a counter that it shows.
+                    while (ORDERED && turns < agenda.listed(n).turn) turns = turns_had();
+                    if (is_last(n)) draw();  // not before: a block that waits holds no item but its own
+                }
+                const int64 tile = agenda.tile_of(args, agenda.listed(n).visit);
+                const int octet = dq_block() * (HEAD_DIM / 8) + first * DQ_MATES + warp_index() % DQ_MATES;
+                char* const to =
+                    args.dq_sum + tile * (TILE_Q * PITCH) + octet * SUM_BYTES + lane_index() * SUM_LANE;
+                auto send = [&](auto put) {
+#pragma unroll
+                    for (int n = 0; n < DQ_ROUND; ++n) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) put(to + n * DQ_MATES * SUM_BYTES + e * SUM_NEXT, dq[n][e]);
+                    }
+                };
+                if (ORDERED && agenda.listed(n).turn == 0) {
+                    send([](char* place, double x) { store_global(place, x); });
+                } else {
+                    send([](char* place, double x) { add_global(place, x); });
+                }
+            }
+        };
         const int visits = agenda.work().visits;
         if (!has_slopes()) {
             for (int n = 0; n < visits; ++n) {
@@ -474,8 +509,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 bar_arrive(WEIGHTS_THERE, THREADS);
                 bar_sync(AMONG_WEIGHTS, THREADS / 2);
                 add_products(n, WEIGHT_START, DOUT_START, AMONG_WEIGHTS);
-                cp_async_wait_group<0>();
-                if (!is_last(n)) bar_arrive(DOUTS_THERE, THREADS);
+                bar_sync(SLOPES_THERE, THREADS);
+                add_dq(n, DOUTS_THERE);
             }
         } else {
             for (int n = 0; n < visits; ++n) {
@@ -509,46 +544,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     const double(&x)[4] = scores[block][octet];
                     store_shared(own(SLOPE_START, block, octet, e), Pair{x[e], x[2 + e]});
                 });
+                bar_arrive(SLOPES_THERE, THREADS);
                 bar_sync(AMONG_SLOPES, THREADS / 2);
-                if (n > 0) release(n - 1);  // whose sums have long arrived
+                if (n > 0) release(n - 1);  // whose sums, also of the others, who have p^T of this one, have long arrived
                 add_products(n, SLOPE_START, QUERY_START, AMONG_SLOPES);
-
-                auto turns_had = [&] { return load_relaxed(agenda.counter(args, n)); };
-                int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
-#pragma unroll
-                for (int first = 0; first < DQ_OCTETS; first += DQ_ROUND) {
-                    double dq[DQ_ROUND][4] = {};
-                    multiply_slopes(dq, shared, global_keys(args, shared, 0), first);
-                    if (first == 0) {
-                        cp_async_wait_group<0>();
-                        if (!is_last(n)) bar_arrive(QUERIES_THERE, THREADS);
-                        // Nothing is read that another block has written, so that nothing is to be acquired: memory
-                        // adds, and has added what came before a counter that it shows.
-                        while (ORDERED && turns < agenda.listed(n).turn) turns = turns_had();
-                        if (is_last(n)) draw();  // not before: a block that waits holds no item but its own
-                    }
-                    const int64 tile = agenda.tile_of(args, agenda.listed(n).visit);
-                    const int octet = dq_block() * (HEAD_DIM / 8) + first * DQ_MATES + warp_index() % DQ_MATES;
-                    char* const to =
-                        args.dq_sum + tile * (TILE_Q * PITCH) + octet * SUM_BYTES + lane_index() * SUM_LANE;
-                    auto send = [&](auto put) {
-#pragma unroll
-                        for (int n = 0; n < DQ_ROUND; ++n) {
-#pragma unroll
-                            for (int e = 0; e < 4; ++e) put(to + n * DQ_MATES * SUM_BYTES + e * SUM_NEXT, dq[n][e]);
-                        }
-                    };
-                    if (ORDERED && agenda.listed(n).turn == 0) {
-                        send([](char* place, double x) { store_global(place, x); });
-                    } else {
-                        send([](char* place, double x) { add_global(place, x); });
-                    }
-                }
+                add_dq(n, QUERIES_THERE);
             }
-            if (visits > 0) {
-                bar_sync(AMONG_SLOPES, THREADS / 2);
-                release(visits - 1);
-            }
+        }
+        if (visits > 0) {
+            sync_threads();  // all have sent their sums
+            release(visits - 1);
         }
 
         const Work work = agenda.work();

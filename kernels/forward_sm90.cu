@@ -30,6 +30,7 @@ constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
 
 static_assert(WARPS == 4 * (1 + CONSUMERS) && TILE_Q % ROWS == 0, "WARPS: a producer, and a consumer every 64 rows");
 static_assert(STAGES == 2, "STAGES: the loop over keys is written out for two");
+static_assert(QUERY_STEPS <= HEAD_DIM / 16, "QUERY_STEPS: of 16 columns of q");
 static_assert(TILE_K % 16 == 0 && VALUE_DIM % 32 == 0, "whole steps of a product, whole chunks for each quad of threads");
 
 // The registers of a multiprocessor, 64 K, as the launch deals them out: 168, 128 or 96 a thread. The producer gives
@@ -468,17 +469,18 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
     Scores scores;
     Out out;
     Weights weights;
-    uint32 queries[QUERY_REGISTERS ? HEAD_DIM / 16 : 1][4];
+    uint32 queries[QUERY_STEPS > 0 ? QUERY_STEPS : 1][4];  // the first steps of q
+    constexpr bool QUERIES_HELD = QUERY_STEPS == HEAD_DIM / 16;  // all
 
     // Products of the rows with the keys, and of the weights with the values, of a stage, in flight when they return.
     auto multiply_keys = [&](int stage) {
         const uint32 keys = (shared + KEY_START) / 16 + stage * (KeyTile::BYTES / 16);
-        const uint32 rows = QUERY_REGISTERS ? 0 : uniform(query_shared / 16);
+        const uint32 rows = QUERIES_HELD ? 0 : uniform(query_shared / 16);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; ++step) {
             const uint64 b = KeyTile::rows_descriptor(keys + KeyTile::right(step));
-            if constexpr (QUERY_REGISTERS) {
+            if (step < QUERY_STEPS) {
                 Wgmma<TILE_K>::template rs<0>(scores, queries[step], b, step > 0);
             } else {
                 Wgmma<TILE_K>::template ss<0, 0>(scores, QueryTile::rows_descriptor(rows + QueryTile::right(step)), b, step > 0);
@@ -536,14 +538,14 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
             store_nothing(args, work);
             sync_warp();  // what follows takes warps that are together
         }
-        if constexpr (QUERY_REGISTERS) {
+        if constexpr (QUERY_STEPS > 0) {
             const int lane = lane_index(), warp_row = warp_index() % 4 * 16;
 #pragma unroll
-            for (int step = 0; step < HEAD_DIM / 16; ++step) {
+            for (int step = 0; step < QUERY_STEPS; ++step) {
                 ldmatrix_x4(queries[step], query_shared + QueryTile::offset(warp_row + lane % 16, 2 * step + lane / 16));
             }
             sync_warp();
-            release(QUERIES_EMPTY, consumer);
+            if (QUERIES_HELD) release(QUERIES_EMPTY, consumer);
         }
         skip(uniform(load_shared<Work>(work_shared(slot)).after));
         mbarrier_wait(barrier(shared, KEYS_FULL, key.stage), key.parity);
@@ -636,7 +638,7 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
                 }
             }
         }
-        if (!QUERY_REGISTERS) release(QUERIES_EMPTY, consumer);
+        if (!QUERIES_HELD) release(QUERIES_EMPTY, consumer);
         mbarrier_wait(barrier(shared, VALUES_FULL, value.stage), value.parity);
         pin(out);
         pin(weights);

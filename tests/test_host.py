@@ -2151,10 +2151,10 @@ def test_the_preamble_holds_constants_and_types_alone(variant):
         assert re.fullmatch(form, line), line
     constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", variant.preamble()))
     owners = {
-        "query_registers": "forward_sm90", "out_staged": "forward_sm90", "early": "forward_sm90",
+        "query_steps": "forward_sm90 decode_latent", "out_staged": "forward_sm90", "early": "forward_sm90",
         "ordered": " ".join(MAIN_BACKWARD), "tall_products": "forward_f64 backward_f64",
         "keys_shared": "backward_f64", "vector_adds": "backward backward_f32",
-        "converts": "decode_8bit", "query_steps": "decode_latent", "paged": "forward",
+        "converts": "decode_8bit", "paged": "forward",
         "parts": "forward_f32 forward_f32_sm90 forward_parts backward_f32",
     }  # fmt: skip
     numbers = {

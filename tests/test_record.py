@@ -168,7 +168,9 @@ def test_figures_say_whom_ours_is_judged_against():
     assert timing.figures(rounds, ["absent"], "best")["rival"] is None
     assert timing.figures(rounds, ["slow"], "slow")["rival"] == "slow"
     shown = contenders.beside(found, lambda ms: f"{ms:.1f} ms")
-    assert shown == "  slow 4.0 ms  2.000x  fast 1.0 ms  0.500x  absent -  far 4.0 ms  2.000x"
+    slow, absent, far = "slow 4.0 ms  2.000x", "absent              -", "far 4.0 ms  2.000x"
+    assert shown == f"  best  0.500x  {slow}  fast 1.0 ms  0.500x  {absent}  {far}"
+    assert contenders.beside({"contenders": {"absent": None}, "ratios": {"absent": None}}, str) == "  absent         -"
 
 
 def test_scopes_are_entered_around_their_own_runs():
@@ -297,11 +299,13 @@ def test_the_path_of_a_gpu_run(tmp_path, monkeypatch, h200):
     monkeypatch.setattr(cuflash, "forward", lambda *arrays, engine, **keywords: forward(*arrays, **keywords))
     monkeypatch.setattr(gpu, "to_device", lambda array: array)
     monkeypatch.setattr(timing, "EventTimer", lambda cold: timing.WallTimer())
+    monkeypatch.setattr(run.Inputs, "synchronize", lambda inputs: None)
+    monkeypatch.setattr(run.Inputs, "trim", lambda inputs: None)
     arguments = "--head-dim 64 --length 32 --tokens 32 --width 64 --contenders fa2 --quick --mask causal"
     assert run.main([*arguments.split(), "--json", str(tmp_path / "x.json")]) == 0
     (row,) = record.read(tmp_path / "x.json")["cases"]
     assert row["variant"].startswith("forward_bf16_causal_d64_") and row["cold"] and row["rival"] == "fa2"
-    assert len(row["rounds"]["ours"]) == 2 and row["launches"] == 5
+    assert len(row["rounds"]["ours"]) == 2 and row["launches"] == 5 and row["host_us"]["ours"] > 0
 
 
 def test_private_contenders_come_from_a_folder(tmp_path, monkeypatch, capsys):

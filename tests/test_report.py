@@ -1,5 +1,6 @@
 """README's figures and the pictures are what the record gives; a changed digit is noticed."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
 
 import record
 import report
+
+from cuflash import roofline
 
 README = """Mean 1.00<!--forward sm90 best mean--> of 9<!--forward sm90 best cells--> cells, CuPy 1<!--cupy-->.
 
@@ -61,7 +64,8 @@ def taken():
     sanitizer = [{"tool": "racecheck", "kernel": name, "errors": n} for name, n in (("forward", 1), ("backward", 46))]
     host = [{"engine": "sm90", "us": 28.8, "contenders": {"fa2": 19.96}}]
     versions = {"cupy-cuda13x": "14.2.0", "nvrtc": "13.0", "cores": 16}
-    return {"device": "TOY", "versions": versions, "cases": cases, "fuzz": fuzz, "sanitizer": sanitizer, "host": host}
+    parts = {"cases": cases, "fuzz": fuzz, "sanitizer": sanitizer, "host": host, "claims": [], "science": []}
+    return {"device": "TOY", "versions": versions, **parts}
 
 
 @pytest.fixture
@@ -97,6 +101,29 @@ def test_tables(taken):
         "| 1 x 2,048 | 1,234 us, 3,977 GB/s (0.98) | - | 50.0 us, 4,000 GB/s | - |",
     ]
     assert set(found) == {"forward", "decode"}
+
+
+def test_claims_of_the_gpu_are_a_table(taken):
+    taken["claims"] = [
+        {"library": library, "says": "It is fast", "measured": f"{library} 2.00x", "verdict": "holds"}
+        for library in ("numpy", "cupy")
+    ]
+    assert report.tables(taken)["claims"].splitlines() == [
+        "| claim | measured | verdict |",
+        "|---|---|---|",
+        "| It is fast | cupy 2.00x | holds |",
+    ]
+
+
+def test_points_in_space_on_the_gpu_are_a_table(taken):
+    row = {"use": "regression", "dtype": "float32", "points": 8192, "library": "cupy"}
+    both = {"ms": {"cuflash": 0.29, "naive": 1.27}, "extra_bytes": {"cuflash": 5e5, "naive": 2.687e8}}
+    alone = {"points": 100_000, "ms": {"cuflash": 21.76}, "extra_bytes": {"cuflash": 5.6e6}}
+    taken["science"] = [row | both, row | alone, row | both | {"library": "numpy"}]
+    assert report.tables(taken)["science"].splitlines()[2:] == [
+        "| regression | float32 | 8,192 | 0.29 (1.27) | 0.5 (268.7) |",
+        "| regression | float32 | 100,000 | 21.76 (-) | 5.6 (-) |",
+    ]
 
 
 def test_both_passes_of_a_precise_dtype_share_a_line(taken):
@@ -151,6 +178,67 @@ def test_a_picture_of_other_points_is_noticed(files, taken, tmp_path, undrawn, c
     assert capsys.readouterr().out == "toy-forward.png is not there, or shows other figures\n"
 
 
+def test_a_picture_that_readme_shows_has_to_be_there(files, tmp_path, undrawn, capsys):
+    assert report.main(files) == 0
+    (tmp_path / "toy-decode.png").unlink()
+    assert report.main([*files, "--check"]) == 0
+    (tmp_path / "README.md").write_text((tmp_path / "README.md").read_text() + "![decode](toy-decode.png)\n")
+    capsys.readouterr()
+    assert report.main([*files, "--check"]) == 1
+    assert capsys.readouterr().out == "toy-decode.png is not there, or shows other figures\n"
+
+
+def test_memory_is_counted_by_the_roofline_and_measured(taken):
+    measured = {"extra_bytes": 16_000_000, "contender_bytes": {"naive": 32_000_000}}
+    taken["cases"] = [
+        square("forward", 128, "full", 1024, 500, {"naive": 9.0}, **measured),
+        square("forward", 128, "causal", 2048, 500, {"naive": 9.0}, **measured),  # the same memory, drawn once
+        square("backward", 128, "full", 1024, 500, {"naive": 9.0}, **measured),
+    ]
+    title, upright, panels, facts = report.pictures(taken)["memory"]
+    assert (title, upright, facts) == ("memory a sequence, bfloat16, 16 heads of 128, TOY", "GB", {"log": True})
+    one = roofline.Problem("forward", 1024, heads=16, dtype="bfloat16")
+    whole = sum(one.nbytes.values()) / 1e9
+    lines = panels["forward, head_dim 128"]
+    assert dict(lines["counted"])[1024] == roofline.flash(one).memory / 1e9 == pytest.approx(whole)
+    assert dict(lines["naive counted"])[1024] == roofline.naive(one).memory / 1e9
+    assert [x for x, _ in lines["counted"]] == [512, 1024, 2048, 4096, 8192, 16384, 32768]
+    assert lines["measured"] == [(1024, pytest.approx(whole + 0.001))]
+    assert lines["naive measured"] == [(1024, pytest.approx(whole + 0.002))]
+    lines = panels["backward, head_dim 128"]
+    given = 2 * whole - one.nbytes["lse"] / 1e9
+    assert lines["measured"] == [(1024, pytest.approx(given + 0.001))] and "naive measured" not in lines
+
+
+def test_measured_rates_stand_under_the_roof_of_a_known_device(taken):
+    assert "roofline" not in report.pictures(taken)
+    taken["device"] = "NVIDIA H200"
+    title, upright, panels, facts = report.pictures(taken)["roofline"]
+    assert title == "roofline, NVIDIA H200" and facts["log"] and "memory traffic" in facts["across"]
+    (lines,) = panels.values()
+    assert list(lines) == ["roof", "naive at most", "forward", "decode"]
+    assert [len(lines[name]) for name in ("forward", "decode", "naive at most")] == [3, 3, 3]
+    problem = roofline.Problem("decode", 2048, heads=32, key_heads=8, dtype="bfloat16", causal=True)
+    rate = roofline.flash(problem).flops / 1234e-6 / 1e12  # the row of 1,234 us
+    assert (pytest.approx(roofline.flash(problem).intensity), pytest.approx(rate)) in lines["decode"]
+    (low, start), (ridge, peak), (_, end) = lines["roof"]
+    assert peak == end == pytest.approx(989.4) and ridge == pytest.approx(989.4 / 4.8)
+    assert start == pytest.approx(low * 4.8) and low < min(x for x, _ in lines["decode"])
+    for x, y in lines["naive at most"]:
+        assert y <= min(x * 4.8, 989.4) * (1 + 1e-9)
+
+
+def test_pictures_alone_leave_readme_as_it_is(files, tmp_path, undrawn, capsys):
+    assert report.main([*files, "--pictures"]) == 0
+    assert (tmp_path / "README.md").read_text() == README and (tmp_path / "toy-decode.png").is_file()
+
+
+@pytest.mark.parametrize("command", [["bench/report.py"], ["-m", "bench.report"]], ids=" ".join)
+def test_both_ways_to_call_it_work(command):
+    done = subprocess.run([sys.executable, *command, "--help"], cwd=report.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "README's figures" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     "text",
     ["9<!--forward sm90 fa9 mean-->", "nine<!--cupy-->", "<!-- table forward -->\n", "<!-- table x -->\n<!-- end -->"],
@@ -162,9 +250,13 @@ def test_a_place_that_cannot_be_filled_is_an_error(text, taken):
 
 def test_pictures_are_small_and_carry_their_mark(files, taken, tmp_path):
     pytest.importorskip("matplotlib")
+    taken["device"] = "NVIDIA H200"
+    taken["cases"].append(square("forward", 128, "full", 1024, 500, {"naive": 9.0}, extra_bytes=0))
+    record.write(tmp_path / "toy.json", taken)
     assert report.main(files) == 0
     for name, picture in report.pictures(taken).items():
         drawn = (tmp_path / f"toy-{name}.png").read_bytes()
         assert drawn.startswith(b"\x89PNG") and len(drawn) < 100_000 and report.mark(picture).encode() in drawn
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["toy-decode.png", "toy-forward.png"]
+    names = sorted(path.stem for path in tmp_path.glob("*.png"))
+    assert names == ["toy-decode", "toy-forward", "toy-memory", "toy-roofline"]
     assert report.main([*files, "--check"]) == 0

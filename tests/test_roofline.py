@@ -10,7 +10,7 @@ import pytest
 import cuflash
 from cuflash import __main__ as job
 from cuflash import _roofline_main as command
-from cuflash.roofline import DEVICES, FUNCTIONS, Device, Problem, flash, naive
+from cuflash.roofline import DEVICES, FUNCTIONS, Device, Problem, flash, naive, named
 
 # 30 scores. Bytes: q 48, k 40, v 20, out 24, lse 24.
 TINY = Problem("forward", 5, queries=3, heads=2, key_heads=1, head_dim=4, value_dim=2)
@@ -218,9 +218,22 @@ def test_ceilings_can_be_given(capsys):
     assert capsys.readouterr().out.startswith("H200 SXM: 500 TFLOP/s in float16, 4.00 TB/s, 141 GB; they meet at 125 ")
 
 
-@pytest.mark.parametrize(("name", "known"), [("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx4090")])
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    ],
+)
 def test_the_gpu_here_is_found_by_its_name(name, known):
     assert command.device_of(command.parse([]), name) == DEVICES[known]
+
+
+@pytest.mark.parametrize("name", ["H100 PCIe", "H200 NVL", "GH200 480GB", "A100-SXM4-40GB", "GeForce RTX 4090 D"])
+def test_a_variant_with_other_ceilings_is_not_taken_for_it(name):
+    assert named(f"NVIDIA {name}") is None
 
 
 def test_ceilings_of_an_unknown_gpu_must_be_given():
@@ -289,7 +302,7 @@ def test_what_could_not_be_measured_is_said(numpy_for_gpu, monkeypatch, capsys):
 @pytest.mark.parametrize("wide", [False, True])
 def test_the_plain_expression_is_attention(function, mask, wide):
     problem = Problem(function, 40, 24, 2, 4, 2, 16, 8, "float64", **mask)  # which no softmax narrows
-    arrays = command.inputs(problem, np)
+    arrays = command.inputs(problem)
     plain, ours = command.plain(problem, np, *arrays, wide)(), command.ours(problem, np, *arrays)()
     if function != "backward":
         plain, ours = (plain,), ours[:1]
@@ -298,9 +311,25 @@ def test_the_plain_expression_is_attention(function, mask, wide):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_measures_on_the_gpu(gpu, function):
-    import cupy
-
-    taken = command.measure(Problem(function, 512, heads=4, key_heads=2), cupy)
-    assert all(isinstance(ms, float) and ms > 0 for ms in taken.values()), taken
+@pytest.mark.parametrize(
+    "facts",
+    [{}, {"dtype": "bfloat16", "causal": True}, {"dtype": "float32", "window": (99, 0)}],
+    ids=["float16", "bfloat16 causal", "float32 window"],
+)
+def test_measures_on_the_gpu(gpu, function, facts):
+    taken = command.measure(Problem(function, 512, heads=4, key_heads=2, **facts), gpu, float32_softmax=True)
+    assert all(isinstance(ms, float) and 0 < ms < 100 for ms in taken.values()), taken
     assert set(taken) == {"naive", "flash"}
+
+
+def test_the_plain_expression_is_attention_on_the_gpu(gpu):
+    problem = Problem("forward", 300, 200, 1, 4, 2, 64, dtype="float32", causal=True)
+    arrays = [gpu.asarray(x) for x in command.inputs(problem)]
+    plain, (ours, _) = command.plain(problem, gpu, *arrays, False)(), command.ours(problem, gpu, *arrays)()
+    np.testing.assert_allclose(plain.reshape(ours.shape).get(), ours.get(), rtol=0, atol=5e-3)  # products may be TF32
+
+
+def test_the_command_measures_on_the_gpu(gpu, capsys):
+    assert command.main("--keys 512 --heads 4 --dtype bfloat16 --tflops 500 --bandwidth 4 --measure".split()) == 0
+    printed = capsys.readouterr().out
+    assert "was not measured" not in printed and "measured on " in printed

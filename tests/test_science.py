@@ -134,6 +134,14 @@ def test_what_does_not_fit_is_shown(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[2].split()[4] == "-"
 
 
+def test_rows_go_into_the_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(science, "USES", (science.Regression,))
+    assert science.main(["--numpy", *SMALL, "--json", str(tmp_path / "record.json")]) == 0
+    rows = science.record.read(tmp_path / "record.json")["science"]
+    assert {(row["use"], row["library"]) for row in rows} == {("regression", "numpy")}
+    assert all(row[field]["cuflash"] > 0 for row in rows for field in ("ms", "extra_bytes", "error"))
+
+
 def test_nan_is_no_small_error():
     ones = np.ones(3)
     assert science.worst([ones, ones / 2], [ones, ones]) == 0.5

@@ -1007,8 +1007,9 @@ MUTATIONS = (
     ),
     in_float32_sm90("barriers_not_shown_to_copies", "        fence_mbarrier_init();\n", "", SPLIT),
     in_float32_sm90(
-        "fence_before_scores_left_out", "        wgmma_fence();\n#pragma unroll\n        for (int j",
-        "#pragma unroll\n        for (int j", SPLIT,
+        "fence_before_scores_left_out",
+        "wgmma_fence();\n#pragma unroll\n            for (int i = PARTS - 1 - j; i > 0; --i) multiply_keys",
+        "#pragma unroll\n            for (int i = PARTS - 1 - j; i > 0; --i) multiply_keys", SPLIT,
     ),
     # float32 on Hopper: which parts, which rows, which keys
     in_float32_sm90(
@@ -1354,13 +1355,10 @@ MUTATIONS = (
     in_gradients64(
         "first_rows_not_awaited", "cp_async_wait_group<0>();\n            sync_threads();", "sync_threads();", LONG64,
     ),
-    *(
-        in_gradients64(
-            f"{name}_shown_before_they_are_there",
-            f"cp_async_wait_group<0>();\n{indent}if (!is_last(n)) bar_arrive({barrier}, THREADS);",
-            f"if (!is_last(n)) bar_arrive({barrier}, THREADS);\n{indent}cp_async_wait_group<0>();", LONG64,
-        )
-        for name, barrier, indent in (("queries", "QUERIES_THERE", 24 * " "), ("douts", "DOUTS_THERE", 16 * " "))
+    in_gradients64(
+        "rows_shown_before_they_are_there",
+        "cp_async_wait_group<0>();\n                    if (!is_last(n)) bar_arrive(there, THREADS);",
+        "if (!is_last(n)) bar_arrive(there, THREADS);\n                    cp_async_wait_group<0>();", LONG64,
     ),
     in_gradients64("rows_filled_while_they_are_read", "bar_sync(among, THREADS / 2);", "", LONG64),
     *(
@@ -1369,7 +1367,7 @@ MUTATIONS = (
         )
         for name, barrier in (
             ("queries", "QUERIES_THERE"), ("douts", "DOUTS_THERE"), ("weights", "WEIGHTS_THERE"),
-            ("readers_of_douts", "DOUTS_READ"),
+            ("readers_of_douts", "DOUTS_READ"), ("slopes", "SLOPES_THERE"),
         )
     ),
     in_gradients64("weights_of_the_mate_not_awaited", "bar_sync(AMONG_WEIGHTS, THREADS / 2);", "", LONG64),
