@@ -5,6 +5,9 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 
+# Before NumPy comes: matrices are small here, and threads that wait for one another keep other processes waiting.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 from hypothesis import settings
