@@ -1,6 +1,12 @@
 """What the tests share: one Hypothesis profile, and fixtures that run a test on every engine that is here."""
 
 import os
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+
+# Before NumPy comes: matrices are small here, and threads that wait for one another keep other processes waiting.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
@@ -66,6 +72,26 @@ def emulator():
     return emulator
 
 
+@pytest.fixture(scope="session", autouse=True)
+def ahead(request):
+    """By module, what its function ``begin`` returns: futures of work that processes of their own begin with at once.
+
+    Such a module's tests come last and ask for them: until then the processes, one a processor, work beside this one's
+    tests. They are spawned: a fork would share what threads have locked.
+    """
+    modules = {}
+    for item in request.session.items:
+        if hasattr(item.module, "begin") and hasattr(item, "callspec"):
+            modules.setdefault(item.module, []).append(item.callspec.params)
+    processes = ProcessPoolExecutor(min(os.cpu_count(), 16), get_context("spawn"))
+    begun = {}
+    for module, params in modules.items():
+        with suppress(pytest.skip.Exception):  # which its tests will meet, too
+            begun[module] = module.begin(request, processes, params)
+    yield begun
+    processes.shutdown(cancel_futures=True)
+
+
 @pytest.fixture(scope="module", params=["numpy", "portable", "sm90"])
 def engine(request):
     """Each engine: its name, with ``name`` and ``xp`` as attributes.
@@ -113,11 +139,14 @@ def xp(engine):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With CUFLASH_SHARE=i/n every n-th test from the i-th on, so that a file can run in several processes."""
+    """With CUFLASH_SHARE=i/n every n-th test from the i-th on, so that a file can run in several processes.
+
+    Last come those whose work begins `ahead`.
+    """
     share, shares = map(int, os.environ.get("CUFLASH_SHARE", "0/1").split("/"))
     chosen = items[share::shares]
     config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % shares != share])
-    items[:] = chosen
+    items[:] = sorted(chosen, key=lambda item: hasattr(item.module, "begin"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,14 +7,13 @@ import hashlib
 import os
 import pickle
 import re
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
+from drawn import rotating_third
 
 from cuflash import CompileError, _compile, _plan, _variant
 from cuflash._dtypes import FORMATS
@@ -52,37 +51,54 @@ def jobs():
             yield variant, int("".join(map(str, limits.capability)))
 
 
-@pytest.fixture(scope="session")
-def log_of(nvrtc, request, tmp_path_factory):
-    """The compiler's log of a job. Those of all tests that are going to run are compiled at once, on all cores."""
+def chosen():
+    """The jobs to be done. Where CI is set, every third that is not of sm_90, from a place on that the text decides."""
+    every = list(jobs())
+    if not os.environ.get("CI"):
+        return every
+    ours, others = ([job for job in every if (job[1] == 90) is hopper] for hopper in (True, False))
+    return ours + rotating_third(others)
+
+
+def kept(request, version, job):
+    """The file that keeps a job's log, None where pytest keeps nothing."""
+    variant, arch = job
     cache = getattr(request.config, "cache", None)
-    folder = cache.mkdir("cuflash-logs") if cache else tmp_path_factory.mktemp("cuflash-logs")
     compiler = Path(_compile.__file__).read_bytes()  # its options
+    name = hashlib.sha256(f"{variant.text()}{arch}{version}".encode() + compiler).hexdigest()
+    return cache and cache.mkdir("cuflash-logs") / name
 
-    def file(variant, arch):
-        return folder / hashlib.sha256(f"{variant.text()}{arch}{nvrtc}".encode() + compiler).hexdigest()
 
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = {each["job"]: file(*each["job"]) for each in params if "job" in each}
-    pool = ProcessPoolExecutor(min(os.cpu_count(), 16), mp_context=get_context("spawn"))
-    futures = {job: pool.submit(_compile.check, *job) for job, file in wanted.items() if not file.is_file()}
+def begin(request, processes, params):
+    """By job the file that keeps its log, and where none does yet, a future of the log."""
+    version = request.getfixturevalue("nvrtc")
+    files = {job: kept(request, version, job) for job in (each["job"] for each in params if "job" in each)}
+    return {
+        job: (file, None if file and file.is_file() else processes.submit(_compile.check, *job))
+        for job, file in files.items()
+    }
+
+
+@pytest.fixture
+def log_of(nvrtc, request, ahead):
+    """The compiler's log of a job."""
 
     def log_of(job):
-        if job not in futures:
-            return wanted[job].read_text(encoding="utf-8")
-        log = futures[job].result()
+        file, future = ahead[request.module][job]
+        if future is None:
+            return file.read_text(encoding="utf-8")
+        log = future.result()
         _variant._assemble.cache_clear()
-        if file(*job) == wanted[job]:  # else kernels have been edited meanwhile, and what was compiled is not known
-            partial = wanted[job].with_suffix(f".{os.getpid()}")
+        if file and file == kept(request, nvrtc, job):  # else kernels were edited meanwhile
+            partial = file.with_suffix(f".{os.getpid()}")
             partial.write_text(log, encoding="utf-8")
-            partial.replace(wanted[job])
+            partial.replace(file)
         return log
 
-    yield log_of
-    pool.shutdown(cancel_futures=True)
+    return log_of
 
 
-@pytest.mark.parametrize("job", list(jobs()), ids=lambda job: f"sm_{job[1]}-{job[0].name}")
+@pytest.mark.parametrize("job", chosen(), ids=lambda job: f"sm_{job[1]}-{job[0].name}")
 def test_compiles_without_warnings_and_spills(job, log_of):
     variant, arch = job
     log = log_of(job)

@@ -1,6 +1,6 @@
 """The kernels, run on the CPU: every check on drawn problems, the order in which warps run drawn too.
 
-Examples run in processes of their own, as many as there are processors.
+Cases run in processes of their own, beside the tests of other files.
 """
 
 import os
@@ -76,19 +76,16 @@ CASES = [  # check, dtype, dims, engine, examples, perhaps capability: hundreds 
 ]
 
 
-@pytest.fixture(scope="module")
-def results(request, emulator):
+def begin(request, processes, params):
     """A future for every case that was asked for."""
-    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
-    wanted = [item.callspec.params["case"] for item in items]
-    with fuzz.pool(os.cpu_count()) as processes:
-        yield {
-            case: processes.submit(
-                fuzz.hold, *case[:4], examples=case[4], capability=(*case, (9, 0))[5],
-                derandomize=bool(os.environ.get("CI")), max_length=130, max_head_dim=64,
-            )
-            for case in wanted
-        }  # fmt: skip
+    request.getfixturevalue("emulator")
+    return {
+        case: processes.submit(
+            fuzz.hold, *case[:4], examples=case[4], capability=(*case, (9, 0))[5],
+            derandomize=bool(os.environ.get("CI")), max_length=130, max_head_dim=64,
+        )
+        for case in (each["case"] for each in params)
+    }  # fmt: skip
 
 
 def test_keys_of_wide_float64_stay_in_global_memory_where_shared_memory_is_small(emulator):
@@ -100,5 +97,5 @@ def test_keys_of_wide_float64_stay_in_global_memory_where_shared_memory_is_small
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_check_holds(results, case):
-    results[case].result()
+def test_check_holds(emulator, ahead, request, case):
+    ahead[request.module][case].result()

@@ -10,7 +10,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -1231,6 +1231,12 @@ def test_structs_give_the_same_ends(mask, first_shift, end_shift, keys):
 # Plans ----------------------------------------------------------------------------------------------------------
 
 
+@cache
+def listed(limits):
+    """The variants that plans may ask for."""
+    return frozenset(_plan.variants(limits))
+
+
 def planned(q, k, v, limits=HOPPER, engine=None, **keywords):
     """The plan for NumPy arrays, were they on a GPU."""
     problem = _problem.forward(q, k, v, **(KEYWORDS | keywords))
@@ -1374,7 +1380,7 @@ def test_every_plan_of_decode_asks_for_a_listed_variant(limits, recipe):
     kernels = (["append"] if before else []) + [named.get(kind, "decode")]
     assert plan.engine == "portable"
     assert [step.variant.kernel for step in plan.steps] == (kernels if recipe.lengths and recipe.queries else [])
-    assert all(step.variant in _plan.variants(limits) for step in plan.steps)
+    assert all(step.variant in listed(limits) for step in plan.steps)
     for step in plan.steps[-1:]:
         assert plan.variant == step.variant
         assert step.variant.head_dim >= recipe.head_dim and step.variant.value_dim >= recipe.value_dim
@@ -1400,7 +1406,7 @@ def test_every_plan_on_a_cache_asks_for_a_listed_variant(limits, recipe):
     plan = _plan.plan(problem, limits)
     assert plan.engine == "portable" and len(plan.steps) == bool(recipe.lengths and recipe.queries)
     for step in plan.steps:
-        assert step.variant in _plan.variants(limits) and step.variant.name.endswith("_paged")
+        assert step.variant in listed(limits) and step.variant.name.endswith("_paged")
         assert step.variant.head_dim >= recipe.head_dim and step.variant.value_dim >= recipe.value_dim
         assert step.shared_bytes == step.variant.shared_bytes
     assert {copy.name for copy in plan.copies} <= {"q", "k", "v", "lengths", "page_table"}
@@ -1608,7 +1614,7 @@ def test_every_plan_asks_for_listed_variants(limits, head_dim, value_dim, dtype,
     plan = planned(q, k, v, limits, causal=causal, window=window, precision=precision)
     assert len(plan.steps) == (2 if (plan.engine, dtype) == ("sm90", "float32") else 1)
     for step in plan.steps:
-        assert step.variant in _plan.variants(limits)
+        assert step.variant in listed(limits)
         assert step.variant.head_dim >= head_dim and step.variant.value_dim >= value_dim
         assert step.shared_bytes == step.variant.shared_bytes and step.threads == 32 * step.variant.warps
 
@@ -1638,7 +1644,7 @@ def test_every_plan_of_backward_asks_for_listed_variants(
     plan = planned_backward(q, k, v, limits, engine, causal=causal, window=window)
     before, *alone, main, behind = plan.steps
     for step in plan.steps:
-        assert step.variant in _plan.variants(limits)
+        assert step.variant in listed(limits)
         assert step.shared_bytes == step.variant.shared_bytes and step.threads == 32 * step.variant.warps
         assert before.args.keys() <= step.args.keys() and not (step.tensor_maps and step in (before, behind))
         assert step.cooperative == (step is main)

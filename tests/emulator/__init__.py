@@ -9,6 +9,7 @@ README.md beside this file says what is modelled and what is not. Errors of the 
 
 import ctypes
 import dataclasses
+import fcntl
 import hashlib
 import math
 import os
@@ -34,9 +35,10 @@ RACES, UNWRITTEN = 1, 2  # checks of shared memory
 LIMITS = _plan.KNOWN[9, 0]
 _MESSAGE_BYTES = 1 << 14
 
-# Products are not fused with sums: what the compiler of a GPU may or may not do, none of them relies on.
+# Products are not fused with sums: what the compiler of a GPU may or may not do, none of them relies on. -O1: the
+# problems are small, so that compilation takes far longer than what more optimisation could save.
 _FLAGS = (
-    "-std=c++17", "-O2", "-g1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared",
+    "-std=c++17", "-O1", "-g1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared",
     "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas",
     *os.environ.get("CUFLASH_EMULATOR_FLAGS", "").split(),  # to debug: -O0 -g, -fsanitize=undefined
 )  # fmt: skip
@@ -80,6 +82,20 @@ def cache_folder():
     return Path(chosen) if chosen else Path(home) / "cuflash-emulator"
 
 
+def _compile(source, text, library):
+    """Make a library, in one process: others that want the same wait for it."""
+    with open(source, "a", encoding="utf-8") as held, tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if library.is_file():
+            return
+        held.truncate(0)
+        held.write(text)
+        held.flush()
+        made = Path(scratch) / library.name
+        _output([compiler(), *_FLAGS, f"-I{HERE}", "-o", str(made), str(source)], cwd=HERE.parent.parent)
+        made.replace(library)
+
+
 @cache
 def build(text, entry):
     """The function that emulates launches of the kernel ``entry`` (such as "cuflash::cuflash_forward") of a text."""
@@ -88,11 +104,7 @@ def build(text, entry):
     library = cache_folder() / f"{name}.so"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            source, made = library.with_suffix(".cpp"), Path(scratch) / library.name
-            source.write_text(text, encoding="utf-8")
-            _output([compiler(), *_FLAGS, f"-I{HERE}", "-o", str(made), str(source)], cwd=HERE.parent.parent)
-            made.replace(library)
+        _compile(library.with_suffix(".cpp"), text, library)
     emulate = ctypes.PyDLL(str(library)).emulate  # PyDLL: one launch at a time, for threads share the library's state
     emulate.restype = ctypes.c_bool
     return emulate

@@ -49,7 +49,7 @@
 #include <unordered_map>
 #include <vector>
 #if defined(__x86_64__)
-#include <immintrin.h>
+#include <xmmintrin.h>
 #endif
 
 #include "fiber.h"

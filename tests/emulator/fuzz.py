@@ -1,9 +1,7 @@
-"""Checks of `cuflash.testing` on drawn problems and drawn seeds, in processes of their own."""
+"""Checks of `cuflash.testing` on drawn problems and drawn seeds."""
 
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -72,8 +70,3 @@ def hold(check, dtype, dims=None, engine="portable", *, examples, capability=(9,
         check(function, recipe, np, f"{engine} {dtype if dtype == 'tf32' else recipe.dtype}", **more)
 
     holds()
-
-
-def pool(processes):
-    """Processes for `hold`. They are spawned: a fork would share what the parent's threads have locked."""
-    return ProcessPoolExecutor(processes, get_context("spawn"))
