@@ -23,6 +23,13 @@ def begin(request, processes, params):
     return found
 
 
+def test_each_has_a_name_and_a_place_of_its_own(tmp_path):
+    names = [mutation.name for mutation in mutations.MUTATIONS]
+    assert len(set(names)) == len(names)
+    for mutation in mutations.MUTATIONS:
+        mutation.overlay(tmp_path)  # raises where the text to be changed is not there once
+
+
 CHOSEN = rotating_third(mutations.MUTATIONS) if os.environ.get("CI") else mutations.MUTATIONS
 
 

@@ -1244,7 +1244,7 @@ MUTATIONS = (
         for i, j in SMALL_PRODUCTS
     ),
     in_float32_gradients(
-        "small_products_forgotten", "ONE_STEP ? small[n][e] : sum[n][e] + small[n][e];",
+        "small_products_of_gradients_forgotten", "ONE_STEP ? small[n][e] : sum[n][e] + small[n][e];",
         "ONE_STEP ? small[n][e] : sum[n][e];", GRADIENT32, file="float32.cuh",
     ),
     in_float32_gradients(
