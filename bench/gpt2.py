@@ -42,14 +42,16 @@ import timing
 
 import cuflash
 
-SMALL = {"layers": 12, "heads": 12, "width": 768, "length": 1024, "vocabulary": 50304, "batch": 8, "dtype": "float16"}
-TINY = {"layers": 2, "heads": 2, "width": 32, "length": 64, "vocabulary": 256, "batch": 2, "dtype": "float32"}
+SMALL = {"layers": 12, "heads": 12, "width": 768, "length": 1024, "vocabulary": 50304, "batch": 8, "warmup": 100,
+         "dtype": "float16"}  # fmt: skip
+TINY = {"layers": 2, "heads": 2, "width": 32, "length": 64, "vocabulary": 256, "batch": 2, "warmup": 10,
+        "dtype": "float32"}  # fmt: skip
 
 BYTES = 256  # tokens that occur
 ROUNDS = 4
 EPSILON = 1e-5
 LOSS_SCALE = 2.0**12  # the largest elements of gradients are about 1, and float16 ends at 2^16
-RATE, WARM_UP = 6e-4, 10  # learning rate, and steps until it is reached
+RATE = 6e-4  # of learning, after so many steps as `warmup` says; one that is too high makes losses jump, and part
 DECAY, BETAS, ADAM_EPSILON, CLIP = 0.1, (0.9, 0.95), 1e-8, 1.0
 APART = {"float16": 2e-2, "float32": 1e-5, "float64": 1e-10}  # what losses may differ by, after some tens of steps
 
@@ -158,7 +160,7 @@ class Model:
         self.steps += 1
         # of scaled gradients; kept, for a sum that is not finite tells of a step that did nothing
         self.squares.append(self.run.squares(self.flat.slopes.reshape(-1, self.sizes.width)))
-        rate = RATE * min(1, self.steps / WARM_UP)
+        rate = RATE * min(1, self.steps / self.sizes.warmup)
         self.run.adamw(self.flat, self.squares[-1], self.decaying, rate, self.steps)
         return loss
 

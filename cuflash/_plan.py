@@ -645,7 +645,8 @@ def float64_backward_variant(head_dim, value_dim, limits):
     """The portable engine's main kernel of backward in float64, for head dims as given."""
     dim, _ = float64_backward_dims(head_dim, value_dim)
     tall = int(limits.capability >= (9, 0))
-    choices = [_float64_backward_variant(dim, *tile, tall) for tile in FLOAT64_BACKWARD_TILES]
+    whole = [tile for tile in FLOAT64_BACKWARD_TILES if dim // 8 * tile[0] % (16 * tile[2]) == 0]  # parts of dq
+    choices = [_float64_backward_variant(dim, *tile, tall) for tile in whole]
     return _first_that_fits(choices, limits)
 
 

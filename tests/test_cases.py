@@ -452,7 +452,10 @@ def test_nan_query_must_propagate(engine, xp, dtype):
 
     out, lse = spoil(2, (0, 3, 10, 6))
     np.testing.assert_array_equal(np.isnan(out), bad[..., None] & (np.arange(8) == 6))
-    same(lse[~bad], wanted[1][~bad])
+    others = np.ones((2, 4), bool)
+    others[0, 3] = False  # rows of this head may be computed again, and rounded otherwise
+    same((out[others], lse[others]), (wanted[0][others], wanted[1][others]))
+    np.testing.assert_allclose(lse, wanted[1], rtol=0, atol=16 * np.finfo(lse.dtype).eps)
 
 
 FILL = r"""extern "C" __global__ void fill(int words, unsigned value) {
