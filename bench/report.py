@@ -226,10 +226,11 @@ def on_cpu(record):
 
 
 def host(record):
-    """``host sm90`` and, of a contender beside it, ``host sm90 fa2``: microseconds of a cached call."""
+    """``host sm90`` and, of a contender beside it, ``host sm90 fa2``: us of a cached call; ``host decode``."""
     for row in record["host"]:
+        stem = "host decode" if row["what"] == "decode" else f"host {row['engine']}"
         for name, us in ({"": row["us"]} | row["contenders"]).items():
-            yield f"host {row['engine']} {name}".strip(), f"{us:.0f}"
+            yield f"{stem} {name}".strip(), f"{us:.0f}"
 
 
 def safety(record):

@@ -307,8 +307,10 @@ def summary(rows):
     return lines
 
 
-def host_row(options, rivals, count=10_000):
-    """Host time of a cached forward call on a tiny problem, of its parts, and of the contenders' calls."""
+def host_rows(options, rivals, count=10_000):
+    """Host time of a cached forward call on a tiny problem, of its parts, and of the contenders' calls; and of decode,
+    with lengths and splits, beside forward of the engine that both have.
+    """
     import cupy
 
     case = record.Case("forward", options.engine, "bfloat16", 64, 64, "full", 128, 128, 1, 8, 8)
@@ -333,7 +335,12 @@ def host_row(options, rivals, count=10_000):
                 theirs[name] = time(call)
         except Exception as error:  # as in measure()
             contenders.left_out(name, error)
-    return {"what": "forward", "engine": options.engine, "us": us, "parts": parts, "contenders": theirs}
+    yield {"what": "forward", "engine": options.engine, "us": us, "parts": parts, "contenders": theirs}
+    if options.engine == "portable":
+        row, lengths = q[:, :, -1:].copy(), cupy.full(1, 4096, np.int32)
+        k, v = (cupy.zeros((1, 8, 4096, 64), q.dtype) for _ in range(2))
+        us = time(lambda: cuflash.decode(row, k, v, lengths=lengths))
+        yield {"what": "decode", "engine": options.engine, "us": us, "parts": {}, "contenders": {}}
 
 
 def main(argv=None):
@@ -341,11 +348,11 @@ def main(argv=None):
     options = parse(argv)
     rivals = contenders.ready(options.contenders)
     if options.what == "host":
-        row = record.stamped(host_row(options, rivals))
-        parts = ", ".join(f"{name} {us:.1f}" for name, us in (row["parts"] | row["contenders"]).items())
-        print(f"host time of forward on {record.device()}: {row['us']:.1f} us a call ({parts})")
-        if options.json:
-            record.add(options.json, "host", [row])
+        for row in map(record.stamped, host_rows(options, rivals)):
+            parts = [f"{name} {us:.1f}" for name, us in (row["parts"] | row["contenders"]).items()]
+            print(f"host time of {row['what']} on {record.device()}: {row['us']:.1f} us a call", *parts, sep=", ")
+            if options.json:
+                record.add(options.json, "host", [row])
         return 0
     on_gpu = options.engine != "numpy"
     decoding = options.what == "decode"

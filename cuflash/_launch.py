@@ -169,9 +169,12 @@ class _Allocation:
 
     def __init__(self, buffer):
         order = (*buffer.order, len(buffer.shape) - 1)
-        self.shape = tuple(buffer.shape[axis] for axis in order)
         self.dtype = ELEMENTS[buffer.dtype].dtype if buffer.dtype in ELEMENTS else np.dtype(buffer.dtype)
-        self.axes = None if order == tuple(range(len(order))) else tuple(np.argsort(order).tolist())
+        several = [axis for axis in order if buffer.shape[axis] != 1]  # others may stand anywhere
+        if several == sorted(several):
+            self.shape, self.axes = tuple(buffer.shape), None
+        else:
+            self.shape, self.axes = tuple(buffer.shape[axis] for axis in order), tuple(np.argsort(order).tolist())
 
     def __call__(self, empty):
         array = empty(self.shape, self.dtype)
@@ -535,25 +538,27 @@ class _GpuDecode(_Gpu):
             self.backend.counters(self.device, self.splits)  # so that there are some
 
     def _run(self, given, out):
-        result = self.out(self.empty) if out is None else out
-        lse = self.lse(self.empty) if self.return_lse else None
+        given["out"] = result = self.out(self.empty) if out is None else out
+        given["lse"] = lse = self.lse(self.empty) if self.return_lse else None
         if self.steps or self.append:
-            self._decode(given | {"out": result, "lse": lse})
+            self._decode(given)
         return (result, lse) if self.return_lse else result
 
     def _decode(self, given):
         """Launch on arrays by name."""
         made, counters = {}, 0
-        for name in self.early:
-            made[name] = self._laid_out(name, given[name])
-        if self.append:
-            made |= self.append._run(given | made)
-        for name in self.late:
-            made[name] = self._laid_out(name, given[name])
+        if self.copies or self.append:
+            for name in self.early:
+                made[name] = self._laid_out(name, given[name])
+            if self.append:
+                made |= self.append._run(given | made)
+            for name in self.late:
+                made[name] = self._laid_out(name, given[name])
+        held = given | made if made else given
         if self.parts is not None:
-            made["parts"], counters = self.parts(self.empty), self.backend.counters(self.device, self.splits)
-        held = given | made
-        self._launch(*(0 if (x := held.get(name)) is None else x.data.ptr for name in self.read), counters)
+            held["parts"] = made["parts"] = self.parts(self.empty)
+            counters = self.backend.counters(self.device, self.splits)
+        self._launch(*[0 if (x := held.get(name)) is None else x.data.ptr for name in self.read], counters)
         if "out" in made:
             given["out"][...] = made["out"][..., : given["out"].shape[-1]]
         if made and self.backend.is_capturing():
@@ -579,10 +584,9 @@ def decode(
     }  # fmt: skip
     arrays = [x for x in (*given.values(), out) if x is not None]
     kind = (
-        "decode", *(given[name] is None for name in ("lengths", "page_table", "k_scale", "v_scale", "k_new", "cos")),
-        overflow is None, out is None, kv_format, bool(rotary_interleaved), return_lse, splits, type(splits),
-        bool(batch_invariant),
-    )  # fmt: skip
+        "decode", *[x is None for x in given.values()], out is None, kv_format, bool(rotary_interleaved), return_lse,
+        splits, type(splits), bool(batch_invariant),
+    )
     key, call = _prepared(arrays, kind, scale, causal, window, engine)
     if call is not None and call.latent and k_cache.data.ptr != v_cache.data.ptr:
         call = None  # values that are no columns of the keys, of which validation says what is wrong
