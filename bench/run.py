@@ -40,6 +40,7 @@ import timing
 from progress_bar import Bar, say
 
 import cuflash
+from cuflash.__main__ import gpu as find_gpu
 
 CHECKED_ROWS = 64  # a head
 
@@ -48,7 +49,7 @@ def parse(argv=None):
     """Options of the command line, lists split."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="?", default="forward", choices=("forward", "backward", "decode", "host"))
-    parser.add_argument("--engine", default="portable")
+    parser.add_argument("--engine", default="portable", choices=("portable", "sm90", "numpy"))
     parser.add_argument("--dtype", default="bfloat16", help="one or more, by commas; so are the next three")
     parser.add_argument("--head-dim", default="64,128,256")
     parser.add_argument("--length", default="2048,8192")
@@ -346,6 +347,9 @@ def host_rows(options, rivals, count=10_000):
 def main(argv=None):
     """Run the command line; 0 where every answer was inside its bound."""
     options = parse(argv)
+    if options.engine != "numpy" and (reason := find_gpu()[1]):
+        print(f"bench/run.py: {reason}; --engine numpy needs no GPU")
+        return 2
     rivals = contenders.ready(options.contenders)
     if options.what == "host":
         for row in map(record.stamped, host_rows(options, rivals)):

@@ -30,7 +30,8 @@ def forward(
         from ``n * page_size``. Entries past a length are not looked at. On a GPU a page that does not exist is not
         read: rows that see one of its keys are NaN, and others of their sequence may be.
     scale : float, optional
-        Factor on the products; any finite number. Default ``1 / sqrt(head_dim)``.
+        Factor on the products; any finite number, one beyond half the largest float32 (for float64 arrays, float64)
+        counts as that. Default ``1 / sqrt(head_dim)``.
     causal : bool or {"bottom-right", "top-left"}, default False
         With ``offset = keys - queries`` (True, "bottom-right") or 0 ("top-left"), row i sees keys ``j <= i + offset``;
         keys are those of the row's own sequence. For 2 queries and 4 keys::

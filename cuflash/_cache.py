@@ -339,10 +339,13 @@ class PagedCache:
         """
         if out is None:
             return {"lengths": self.lengths(ids), "page_table": self.page_table(ids)}
+        if not isinstance(out, dict) or set(out) != {"lengths", "page_table"}:
+            raise TypeError(f"PagedCache.tables: out is {out!r}; wanted a dict of lengths and page_table")
         ids = self._known("PagedCache.tables", ids)
         least = {"lengths": (len(ids),), "page_table": (len(ids), self._most_pages(ids))}
         for name, shape in least.items():
             _problem.cache_table("PagedCache.tables", name, out[name], self.k, shape)
+        _problem.check_overlaps("PagedCache.tables", out, {})
         with self._device():
             out["lengths"][...] = self._xp.asarray(self._lengths(ids, len(out["lengths"])))
             out["page_table"][...] = self._xp.asarray(self._page_table(ids, *out["page_table"].shape))

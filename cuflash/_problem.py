@@ -867,3 +867,5 @@ def cache_table(function, name, array, like, least):
         raise TypeError(f"{function}: out[{name!r}] has dtype {array.dtype}; wanted int32")
     if array.ndim != len(least) or any(have < want for have, want in zip(array.shape, least, strict=True)):
         raise ValueError(f"{function}: out[{name!r}] has shape {array.shape}; wanted at least {least}")
+    if library(array) == "numpy" and not array.flags.writeable:
+        raise ValueError(f"{function}: out[{name!r}] is read-only; wanted an array that can be written")

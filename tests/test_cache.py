@@ -366,6 +366,17 @@ def test_tables_in_place(engine):
     ):
         with pytest.raises(error, match=rf"PagedCache.tables: out\['{name}'\]"):
             cache.tables(ids, out | {name: wrong})
+    for wrong in ({}, [1, 2], {"lengths": out["lengths"]}):
+        with pytest.raises(TypeError, match="PagedCache.tables: out is .* wanted a dict"):
+            cache.tables(ids, wrong)
+    with pytest.raises(ValueError, match="page_table shares memory with lengths"):
+        cache.tables(ids, out | {"lengths": out["page_table"][:, 0]})
+    if engine.name == "numpy":
+        before = {name: x.copy() for name, x in out.items()}
+        out["page_table"].flags.writeable = False
+        with pytest.raises(ValueError, match="is read-only"):
+            cache.tables(ids, out)
+        assert all((out[name] == x).all() for name, x in before.items())
 
 
 # Arguments ----------------------------------------------------------------------------------------------------------

@@ -296,6 +296,7 @@ def test_the_path_of_a_gpu_run(tmp_path, monkeypatch, h200):
     """All that `run` does for a GPU, with arrays that stay on the host."""
     pytest.importorskip("cupy")
     forward = cuflash.forward
+    monkeypatch.setattr(run, "find_gpu", lambda: (None, ""))
     monkeypatch.setattr(cuflash, "forward", lambda *arrays, engine, **keywords: forward(*arrays, **keywords))
     monkeypatch.setattr(gpu, "to_device", lambda array: array)
     monkeypatch.setattr(timing, "EventTimer", lambda cold: timing.WallTimer())
