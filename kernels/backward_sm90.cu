@@ -260,7 +260,7 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
         for (int n = 0; n < visits; ++n, ++visit) {
             mbarrier_wait(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)), parity_of<STEPS>(visit));
 
-            const int stage = stage_of(visit), dout_stage = stage_of(visit);
+            const int stage = stage_of(visit);
             mbarrier_wait(barrier(shared, QUERIES_EMPTY, stage), parity_of(visit) ^ 1);
             load_queries(item_shared, shared + QUERY_START + stage * QueryTile::BYTES, args.q_map,
                          shared + ROW_LSE_START + stage * ROW_BYTES, args.row_lse,
@@ -269,10 +269,10 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
                 mbarrier_wait(barrier(shared, VALUES_EMPTY), number % 2 ^ 1);
                 load_keys(item_shared, shared + VALUE_START, args.v_map, barrier(shared, VALUES_FULL));
             }
-            mbarrier_wait(barrier(shared, DOUTS_EMPTY, dout_stage), parity_of(visit) ^ 1);
-            load_queries(item_shared, shared + DOUT_START + dout_stage * QueryTile::BYTES, args.dout_map,
-                         shared + ROW_DELTA_START + dout_stage * ROW_BYTES, args.row_delta,
-                         barrier(shared, DOUTS_FULL, dout_stage));
+            mbarrier_wait(barrier(shared, DOUTS_EMPTY, stage), parity_of(visit) ^ 1);
+            load_queries(item_shared, shared + DOUT_START + stage * QueryTile::BYTES, args.dout_map,
+                         shared + ROW_DELTA_START + stage * ROW_BYTES, args.row_delta,
+                         barrier(shared, DOUTS_FULL, stage));
             if (n == 0) {  // the keys last: those before are the last to be done with
                 mbarrier_wait(barrier(shared, KEYS_EMPTY), number % 2 ^ 1);
                 load_keys(item_shared, shared + KEY_START, args.k_map, barrier(shared, KEYS_FULL));
