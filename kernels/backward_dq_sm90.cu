@@ -16,6 +16,7 @@
 //
 // What limits speed: the tensor cores, and the port of shared memory as much.
 #include "careful_gradients.cuh"
+#include "gradients_sm90.cuh"
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx_sm90.cuh"
@@ -34,7 +35,7 @@ static_assert(STAGES == 2, "STAGES: of keys; the other one is 1 - stage");
 
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
-using QueryTile = Panels<ROWS, HEAD_DIM>;  // q or dout of a consumer; dq on its way out
+using QueryTile = Panels<ROWS, HEAD_DIM>;  // q or dout of a consumer
 using KeyTile = Panels<TILE_K, HEAD_DIM>;  // keys or values
 
 struct Shared {
@@ -131,11 +132,16 @@ __device__ __forceinline__ void produce(const Args& args, const Place& place, ui
 
 using Scores = float[TILE_K / 2];        // of 64 rows by a tile of keys: scores, their weights, gradients of either
 using Operand = uint32[TILE_K / 16][4];  // the same, of elements, as the A operand of a product
-using Gradient = float[HEAD_DIM / 2];    // dq of 64 rows
 
-// The row, of a thread's two, that element i of an accumulator belongs to, and its column.
-__device__ constexpr int half_of(int i) { return i / 2 % 2; }
-__device__ __forceinline__ int column_of(int lane, int i) { return 8 * (i / 4) + lane % 4 * 2 + i % 2; }
+// Where dq goes. Numbers of the arguments are read where they are used: registers are short.
+struct Target {
+    const TensorMap& map;
+    char* base;
+    const Strides& strides;
+    const int &rows, &boxes, &dim;
+    const int& wide;  // float32
+    const float& factor;
+};
 
 struct Consumer {
     const Args& args;
@@ -205,63 +211,22 @@ struct Consumer {
         }
     }
 
+    __device__ __forceinline__ Target target() const {
+        return {args.dq_map, args.dq, args.dq_strides, args.queries, args.boxes, args.head_dim, args.dq_wide, args.scale};
+    }
+    __device__ __forceinline__ RowPlace first() const {
+        return {place.head, first_row, place.batch0, place.batch1};
+    }
     // Writes dq by way of shared memory, where q was, whose 16 rows a warp's own products alone have read; and makes again
-    // by the careful path what is not finite.
+    // by the careful path, once all has been written, what is not finite.
     __device__ __forceinline__ void store(const Gradient& dq) const {
         const int lane = lane_index(), warp_row = warp_index() % 4 * 16;
         const uint32 staging = shared + index * QueryTile::BYTES;
-        char* const base = args.dq + args.dq_strides.offset(place.batch0, place.batch1, place.head);
-        bool lost[2];  // of a thread's two rows
-        if (args.dq_wide) {
-            float zeros[2] = {};  // sums of 0 times a number: NaN where one is not finite
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 2; ++i) {
-                const float x = dq[i] * args.scale;
-                zeros[half_of(i)] += 0.0f * x;
-                char* const row = base + row_of(half_of(i)) * args.dq_strides.row;
-                const int column = column_of(lane, i);
-                if (row_of(half_of(i)) < args.queries && column < args.head_dim) store_global(row + 4 * column, x);
-            }
-            lost[0] = !is_finite(zeros[0]), lost[1] = !is_finite(zeros[1]);
-        } else {
-            uint32 zeros[2] = {};
-#pragma unroll
-            for (int step = 0; step < HEAD_DIM / 16; ++step) {
-                uint32 words[4];
-#pragma unroll
-                for (int part = 0; part < 4; ++part) {  // rows g and g + 8 of 8 columns, then of the next 8
-                    const float* pair = dq + 8 * step + 2 * part;
-                    words[part] = cvt_pair(Element{}, pair[0] * args.scale, pair[1] * args.scale);
-                    zeros[part % 2] = fma_pair(Element{}, words[part], 0, zeros[part % 2]);
-                }
-                stmatrix_x4(staging + QueryTile::offset(warp_row + lane % 16, 2 * step + lane / 16), words);
-            }
-            lost[0] = (zeros[0] & 0x7fff7fff) != 0, lost[1] = (zeros[1] & 0x7fff7fff) != 0;
-            if (args.boxes) {
-                fence_proxy_async();
-                bar_sync(1 + index, WARPGROUP);
-                if (thread_index() % WARPGROUP == 0) {
-                    QueryTile::store(args.dq_map, staging, {0, place.head, first_row, place.batch0, place.batch1});
-                    cp_async_bulk_commit_group();
-                    cp_async_bulk_wait_group<0>();  // what is written again must have been written
-                }
-                bar_sync(1 + index, WARPGROUP);
-            } else {
-                sync_warp();
-#pragma unroll 1
-                for (int n = lane; n < 16 * HEAD_DIM / 8; n += WARP) {
-                    const int row = warp_row + n % 16, chunk = n / 16;
-                    if (first_row + row < args.queries && 8 * chunk < args.head_dim) {
-                        store_global(base + (first_row + row) * args.dq_strides.row + 16 * chunk,
-                                     load_shared<Vector16>(staging + QueryTile::offset(row, chunk)));
-                    }
-                }
-            }
-        }
-        sync_warp();
+        const Lost lost = store_gradient<true>(target(), first(), dq, staging, 1 + index, lane, warp_row,
+                                               [this](int half) { return row_of(half); });
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
-            uint32 spoilt = ballot((half ? lost[1] : lost[0]) && row_of(half) < args.queries);
+            uint32 spoilt = ballot((half ? lost.rows[1] : lost.rows[0]) && row_of(half) < args.queries);
             while (spoilt != 0) {
                 const int quad = find_first_set(spoilt) / 4, i = first_row + warp_row + 8 * half + quad;
                 spoilt &= ~(0xfu << (4 * quad));

@@ -32,6 +32,7 @@
 // the items: stage and parity follow from the number.
 //
 // What limits speed: the ports of shared memory and the tensor cores, with either the power they take.
+#include "gradients_sm90.cuh"
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx_sm90.cuh"
@@ -61,7 +62,6 @@ constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 using QueryTile = Panels<TILE_Q, HEAD_DIM>;  // q and dout
 using KeyTile = Panels<TILE_K, HEAD_DIM>;    // k and v
 using ScoreTile = Panels<TILE_Q, TILE_K>;    // ds
-using GradTile = Panels<ROWS, HEAD_DIM>;     // dk or dv, as elements
 constexpr int ROW_BYTES = TILE_Q * 4;        // row_lse or row_delta
 
 // A visit, for those that follow the plan.
@@ -260,7 +260,7 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
         for (int n = 0; n < visits; ++n, ++visit) {
             mbarrier_wait(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)), parity_of<STEPS>(visit));
 
-            const int stage = stage_of(visit), dout_stage = stage_of(visit);
+            const int stage = stage_of(visit);
             mbarrier_wait(barrier(shared, QUERIES_EMPTY, stage), parity_of(visit) ^ 1);
             load_queries(item_shared, shared + QUERY_START + stage * QueryTile::BYTES, args.q_map,
                          shared + ROW_LSE_START + stage * ROW_BYTES, args.row_lse,
@@ -269,10 +269,10 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
                 mbarrier_wait(barrier(shared, VALUES_EMPTY), number % 2 ^ 1);
                 load_keys(item_shared, shared + VALUE_START, args.v_map, barrier(shared, VALUES_FULL));
             }
-            mbarrier_wait(barrier(shared, DOUTS_EMPTY, dout_stage), parity_of(visit) ^ 1);
-            load_queries(item_shared, shared + DOUT_START + dout_stage * QueryTile::BYTES, args.dout_map,
-                         shared + ROW_DELTA_START + dout_stage * ROW_BYTES, args.row_delta,
-                         barrier(shared, DOUTS_FULL, dout_stage));
+            mbarrier_wait(barrier(shared, DOUTS_EMPTY, stage), parity_of(visit) ^ 1);
+            load_queries(item_shared, shared + DOUT_START + stage * QueryTile::BYTES, args.dout_map,
+                         shared + ROW_DELTA_START + stage * ROW_BYTES, args.row_delta,
+                         barrier(shared, DOUTS_FULL, stage));
             if (n == 0) {  // the keys last: those before are the last to be done with
                 mbarrier_wait(barrier(shared, KEYS_EMPTY), number % 2 ^ 1);
                 load_keys(item_shared, shared + KEY_START, args.k_map, barrier(shared, KEYS_FULL));
@@ -329,7 +329,6 @@ __device__ __forceinline__ void send(const Args& args, uint32 shared, int consum
 
 using Scores = float[TILE_Q / 2];        // of 64 keys by a tile of queries: scores, their weights, gradients of either
 using Operand = uint32[TILE_Q / 16][4];  // the same, of elements, as the A operand of a product
-using Gradient = float[HEAD_DIM / 2];    // dk or dv of 64 keys
 using Part = float[PART_COLUMNS / 2];    // of dq
 
 struct alignas(8) Pair {
@@ -450,6 +449,7 @@ struct Target {
     const TensorMap& map;
     char* base;
     const Strides& strides;
+    const int &rows, &boxes;
     int dim;
     bool wide;  // float32
     float factor;
@@ -553,65 +553,19 @@ struct Consumer {
     }
     __device__ __forceinline__ void show_part() const { show(PARTS_FULL, index); }
 
-    // Writes dk or dv of 64 keys, by way of `staging`. Returns whether some number that counts is not finite.
-    __device__ __forceinline__ bool store_gradient(const Item& item, uint32 staging, const Gradient& sums,
-                                                   const Target& target) const {
+    // Where this consumer's keys begin.
+    __device__ __forceinline__ RowPlace place_of(const Item& item) const {
+        return {item.key_head, item.key_tile * TILE_K + first_key_of(index), item.batch0, item.batch1};
+    }
+    // Writes dk or dv, by way of `staging`. Returns whether some number that counts is not finite.
+    __device__ __forceinline__ bool store(const Item& item, uint32 staging, const Gradient& sums,
+                                          const Target& target) const {
         const int lane = lane_index(), warp_row = warp_index() % 4 * 16;
-        const int first_key = item.key_tile * TILE_K + first_key_of(index);
-        char* const base = target.base + target.strides.offset(item.batch0, item.batch1, item.key_head);
-        bool lost[2];  // of a thread's two rows
-        if (target.wide) {
-            float zeros[2] = {};  // sums of 0 times a number: NaN where one is not finite
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 2; ++i) {
-                const int half = i / 2 % 2, column = 8 * (i / 4) + lane % 4 * 2 + i % 2;
-                const int key = first_key + warp_row + 8 * half + lane / 4;
-                const float x = sums[i] * target.factor;
-                zeros[half] += 0.0f * x;
-                char* const row = base + key * target.strides.row;
-                if (key < args.keys && column < target.dim) store_global(row + 4 * column, x);
-            }
-            lost[0] = !is_finite(zeros[0]), lost[1] = !is_finite(zeros[1]);
-        } else {
-            if (args.boxes) {
-                if (first_thread()) cp_async_bulk_wait_group_read<0>();  // what lay there has left
-                bar_sync(STAGING + index, WARPGROUP);
-            }
-            uint32 zeros[2] = {};
-#pragma unroll
-            for (int step = 0; step < HEAD_DIM / 16; ++step) {
-                uint32 words[4];
-#pragma unroll
-                for (int part = 0; part < 4; ++part) {  // rows g and g + 8 of 8 columns, then of the next 8
-                    const float* pair = sums + 8 * step + 2 * part;
-                    words[part] = cvt_pair(Element{}, pair[0] * target.factor, pair[1] * target.factor);
-                    zeros[part % 2] = fma_pair(Element{}, words[part], 0, zeros[part % 2]);
-                }
-                stmatrix_x4(staging + GradTile::offset(warp_row + lane % 16, 2 * step + lane / 16), words);
-            }
-            lost[0] = (zeros[0] & 0x7fff7fff) != 0, lost[1] = (zeros[1] & 0x7fff7fff) != 0;
-            if (args.boxes) {
-                fence_proxy_async();
-                bar_sync(STAGING + index, WARPGROUP);
-                if (first_thread()) {
-                    GradTile::store(target.map, staging, {0, item.key_head, first_key, item.batch0, item.batch1});
-                    cp_async_bulk_commit_group();
-                }
-            } else {
-                sync_warp();
-#pragma unroll 1
-                for (int n = lane; n < 16 * HEAD_DIM / 8; n += WARP) {
-                    const int row = warp_row + n % 16, chunk = n / 16;
-                    if (first_key + row < args.keys && 8 * chunk < target.dim) {
-                        store_global(base + (first_key + row) * target.strides.row + 16 * chunk,
-                                     load_shared<Vector16>(staging + GradTile::offset(row, chunk)));
-                    }
-                }
-            }
-        }
-        sync_warp();
-        const int key = first_key + warp_row + lane / 4;
-        return any((lost[0] && key < args.keys) || (lost[1] && key + 8 < args.keys));
+        const RowPlace place = place_of(item);
+        auto key_of = [&](int half) { return place.row + warp_row + 8 * half + lane / 4; };
+        const Lost lost = store_gradient<false>(target, place, sums, staging, STAGING + index, lane, warp_row, key_of);
+        const int key = place.row + warp_row + lane / 4;
+        return any((lost.rows[0] && key < args.keys) || (lost.rows[1] && key + 8 < args.keys));
     }
     // Until what was written by way of shared memory has left it, of all warps of this consumer.
     __device__ __forceinline__ void flush() const {
@@ -658,10 +612,10 @@ struct Consumer {
 };
 
 __device__ __forceinline__ Target dk_target(const Args& args) {
-    return {args.dk_map, args.dk, args.dk_strides, args.head_dim, args.dk_wide != 0, args.scale};
+    return {args.dk_map, args.dk, args.dk_strides, args.keys, args.boxes, args.head_dim, args.dk_wide != 0, args.scale};
 }
 __device__ __forceinline__ Target dv_target(const Args& args) {
-    return {args.dv_map, args.dv, args.dv_strides, args.value_dim, args.dv_wide != 0, 1.0f};
+    return {args.dv_map, args.dv, args.dv_strides, args.keys, args.boxes, args.value_dim, args.dv_wide != 0, 1.0f};
 }
 
 // Both consumers, where they take turns.
@@ -760,8 +714,8 @@ __device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, u
 
         const Item item = load_shared<Item>(item_at(shared, number));
         const uint32 staging = shared + GRAD_START + index * GradTile::BYTES;
-        const bool dv_lost = self.store_gradient(item, staging, dv, to_dv);
-        const bool dk_lost = self.store_gradient(item, staging, dk, to_dk);
+        const bool dv_lost = self.store(item, staging, dv, to_dv);
+        const bool dk_lost = self.store(item, staging, dk, to_dk);
         self.end(number, item, dv_lost || dk_lost);
     }
     if (self.first_thread()) cp_async_bulk_wait_group_read<0>();  // shared memory goes with the block
@@ -829,7 +783,7 @@ __device__ __forceinline__ void make_weights(const Args& args, const Mask& mask,
         // The other is done with the values when it has written its last ds: when it has come to its end.
         bar_sync(TOKEN + 1, CONSUMERS * WARPGROUP);
         const Item item = load_shared<Item>(item_at(shared, number));
-        const bool lost = self.store_gradient(item, shared + VALUE_START, dv, to_dv);
+        const bool lost = self.store(item, shared + VALUE_START, dv, to_dv);
         self.flush();
         self.release(VALUES_EMPTY);
         self.end(number, item, lost);
@@ -899,7 +853,7 @@ __device__ __forceinline__ void make_dscores(const Args& args, const Mask& mask,
         bar_sync(TOKEN, CONSUMERS * WARPGROUP);  // the other has read the keys
 
         const Item item = load_shared<Item>(item_at(shared, number));
-        const bool lost = self.store_gradient(item, shared + KEY_START, dk, to_dk);
+        const bool lost = self.store(item, shared + KEY_START, dk, to_dk);
         self.flush();
         self.release(KEYS_EMPTY);
         self.end(number, item, lost);

@@ -2,8 +2,8 @@
 // rows, lane / 4 and 8 below it, and of each block of 8 columns two neighbours.
 #pragma once
 
-#include "careful.cuh"
 #include "float32.cuh"
+#include "forward_args.cuh"
 #include "mask.cuh"
 #include "place.cuh"
 #include "score.cuh"
@@ -90,11 +90,6 @@ template <typename Args>
 __device__ __forceinline__ void store(const Args& args, const Mask& mask, const Dense& place, int warp_row,
                                       const Out& out, Rows& rows) {
     const int lane = lane_index();
-    auto out_row = [&](int r) { return const_cast<char*>(place.row(args.out, args.out_strides, warp_row + r)); };
-    auto lse_of = [&](int r) {
-        int64 head = place.batch() * args.heads + place.head_of(warp_row + r);
-        return args.lse + (head * args.queries + place.query(warp_row + r)) * sizeof(float);
-    };
     uint32 suspects[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -103,7 +98,7 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
         const float inverse = row.inverse_sum();
         const int r = 8 * half + lane / 4;
         const bool inside = warp_row + r < place.rows();
-        char* const to = inside ? out_row(r) : nullptr;
+        char* const to = inside ? out_of(args, place, warp_row + r) : nullptr;
         float finite = 0.0f;
 #pragma unroll
         for (int n = 0; n < VALUE_DIM / 8; ++n) {
@@ -121,7 +116,9 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
         }
         // The parts of an infinity are NaN to the products, where infinities and hidden values may have no such effect.
         suspects[half] = ballot(inside && (finite != 0.0f || row.too_coarse()));
-        if (inside && args.lse != nullptr && lane % 4 == 0) store_global(lse_of(r), row.lse());
+        if (inside && args.lse != nullptr && lane % 4 == 0) {
+            store_global(lse_of(args, place, warp_row + r), row.lse());
+        }
     }
     sync_warp();
 #pragma unroll
@@ -129,11 +126,7 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
         while (suspects[half] != 0) {
             int quad = find_first_set(suspects[half]) / 4;
             suspects[half] &= ~(0xfu << (4 * quad));
-            int r = 8 * half + quad, i = place.query(warp_row + r);
-            careful_row<Element>(args, place.row(args.q, args.q_strides, warp_row + r),
-                                 args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group),
-                                 args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group),
-                                 out_row(r), lse_of(r), mask.first_key(i), mask.end_key(i));
+            compute_again(args, mask, place, warp_row + 8 * half + quad);
         }
     }
 }

@@ -17,6 +17,7 @@
 // memory reads at 256, where a warp can own only 16 rows and so reads all of K and V for each 16.
 #include "cache.cuh"
 #include "careful.cuh"
+#include "forward_args.cuh"
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
@@ -90,11 +91,6 @@ struct Args {
     float scale_log2;            // scale * log2 e, positive
 };
 template struct ArgsLayout<Args>;
-
-__device__ __forceinline__ Dense locate(const Args& args) {
-    return Dense(args.schedule, args.first_block + fresh_block_index(), args.head_blocks, args.batches1, args.pack,
-                 args.queries, LAST_FIRST);
-}
 
 // Which keys are seen. A cache has its sequences along the one leading axis.
 __device__ __forceinline__ Mask locate_mask(const Args& args) {
@@ -215,11 +211,6 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
     const int lane = lane_index();
     const Dense place = locate(args);  // again, rather than in registers all along
     const int warp_row = place.tile * TILE_Q + warp_index() * ROWS;
-    auto out_row = [&](int r) { return const_cast<char*>(place.row(args.out, args.out_strides, warp_row + r)); };
-    auto lse_of = [&](int r) {
-        int64 head = place.batch() * args.heads + place.head_of(warp_row + r);
-        return args.lse + (head * args.queries + place.query(warp_row + r)) * sizeof(float);
-    };
     uint32 suspects[BLOCKS][2];
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
@@ -239,7 +230,9 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
             }
             const bool inside = warp_row + r < place.rows();
             suspects[block][half] = ballot(inside && !missing && ((finite != 0.0f && is_finite(inverse)) || row.too_coarse()));
-            if (inside && args.lse != nullptr && lane % 4 == 0) store_global(lse_of(r), row.lse());
+            if (inside && args.lse != nullptr && lane % 4 == 0) {
+                store_global(lse_of(args, place, warp_row + r), row.lse());
+            }
         }
     }
     sync_warp();
@@ -247,14 +240,15 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
         for (int n = lane; n < ROWS * ValueTile::CHUNKS; n += WARP) {
             int r = n / ValueTile::CHUNKS, chunk = n % ValueTile::CHUNKS;
             if (warp_row + r < place.rows() && chunk * CHUNK_ELEMENTS < args.value_dim) {
-                store_global(out_row(r) + chunk * CHUNK, load_shared<Vector16>(warp_shared + ValueTile::offset(r, chunk)));
+                store_global(out_of(args, place, warp_row + r) + chunk * CHUNK,
+                             load_shared<Vector16>(warp_shared + ValueTile::offset(r, chunk)));
             }
         }
     } else {
         for (int r = 0; r < ROWS && warp_row + r < place.rows(); ++r) {
             for (int d = lane; d < args.value_dim; d += WARP) {
                 uint32 address = warp_shared + ValueTile::offset(r, d / CHUNK_ELEMENTS) + d % CHUNK_ELEMENTS * 2;
-                store_global(out_row(r) + 2 * d, load_shared<Element>(address));
+                store_global(out_of(args, place, warp_row + r) + 2 * d, load_shared<Element>(address));
             }
         }
     }
@@ -266,16 +260,14 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
             while (suspects[block][half] != 0) {
                 int quad = find_first_set(suspects[block][half]) / 4;
                 suspects[block][half] &= ~(0xfu << (4 * quad));
-                int r = 16 * block + 8 * half + quad, i = place.query(warp_row + r);
+                const int row = warp_row + 16 * block + 8 * half + quad;
                 if constexpr (PAGED) {
+                    const int i = place.query(row);
                     careful_row_of_cache(args, place.batch1, place.head / args.group,
-                                         place.row(args.q, args.q_strides, warp_row + r), out_row(r), lse_of(r),
-                                         mask.first_key(i), mask.end_key(i));
+                                         place.row(args.q, args.q_strides, row), out_of(args, place, row),
+                                         lse_of(args, place, row), mask.first_key(i), mask.end_key(i));
                 } else {
-                    careful_row<Element>(args, place.row(args.q, args.q_strides, warp_row + r),
-                                args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group),
-                                args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group),
-                                out_row(r), lse_of(r), mask.first_key(i), mask.end_key(i));
+                    compute_again(args, mask, place, row);
                 }
             }
         }

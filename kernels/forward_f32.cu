@@ -21,6 +21,7 @@
 // that 100 are the most there can be.
 #include "float32.cuh"
 #include "float32_rows.cuh"
+#include "forward_args.cuh"
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
@@ -57,25 +58,8 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles and 
 constexpr int KEY_START = OFFSET_OF(Shared, keys), VALUE_START = OFFSET_OF(Shared, values);
 constexpr int FACTS_START = OFFSET_OF(Shared, facts);
 
-struct Args {
-    const char *q, *k, *v;
-    char* out;
-    char* lse;  // null where it is not wanted
-    Strides q_strides, k_strides, v_strides, out_strides;
-    Schedule schedule;
-    int64 first_block;
-    int queries, keys, heads, group, pack, head_dim, value_dim;
-    int head_blocks, batches1;   // blocks along heads; length of the inner merged axis
-    int first_shift, end_shift;  // of the mask
-    int out_vectors;             // rows of out can be written 16 bytes at a time
-    float scale_log2;            // scale * log2 e, positive
-};
+using Args = DenseArgs;
 template struct ArgsLayout<Args>;
-
-__device__ __forceinline__ Dense locate(const Args& args) {
-    return Dense(args.schedule, args.first_block + fresh_block_index(), args.head_blocks, args.batches1, args.pack,
-                 args.queries, LAST_FIRST);
-}
 
 // scores = q k^T, by the spans of a row that the swizzle permutes; those beyond `columns` are left out. (Written out
 // without a branch between, the compiler would read ahead into more registers than there are; so below.)
@@ -148,8 +132,8 @@ __device__ __forceinline__ Facts gather(const Args& args, const Mask& mask, cons
     const int warp_row = block_row + warp_index() * ROWS;
     const int top = place.query(warp_row), bottom = place.query(warp_row + ROWS - 1);
     Facts facts;
-    facts.k = args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group);
-    facts.v = args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group);
+    facts.k = head_of_keys(args, place, args.k, args.k_strides);
+    facts.v = head_of_keys(args, place, args.v, args.v_strides);
     facts.first_key = mask.first_key(place.query(block_row));
     facts.end_key = mask.end_key(place.query(last_row));
     facts.all_first = mask.first_key(bottom);

@@ -20,6 +20,7 @@
 // product of 64 x 64 x 16 takes 32 clocks, and so do its 4 KB.
 #include "float32.cuh"
 #include "float32_rows.cuh"
+#include "forward_args.cuh"
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx_sm90.cuh"
@@ -277,8 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         fence_mbarrier_init();
     }
     sync_threads();
-    const Dense place(args.schedule, args.first_block + fresh_block_index(), args.head_blocks, args.batches1, args.pack,
-                      args.queries, LAST_FIRST);
+    const Dense place = locate(args);
     const Span span = span_of(mask, place, place.tile * TILE_Q, TILE_Q);
     const int warpgroup = uniform(thread_index() / WARPGROUP);
     if (warpgroup == 0) {

@@ -21,8 +21,8 @@
 // at head_dim 128 a tile of 16 x 32 pairs keeps them for 4096 clocks; its exponentials, sums and maxima, 18
 // instructions of float64 a pair at 16 lanes a clock, take 576 more, and reads of shared memory are 63 % of what there
 // is. At head_dim 8 or less what belongs to the exponentials takes about three quarters of the time.
-#include "careful.cuh"
 #include "float64.cuh"
+#include "forward_args.cuh"
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
@@ -64,25 +64,8 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles and 
 constexpr int KEY_START = OFFSET_OF(Shared, keys), VALUE_START = OFFSET_OF(Shared, values);
 constexpr int FACTS_START = OFFSET_OF(Shared, facts);
 
-struct Args {
-    const char *q, *k, *v;
-    char* out;
-    char* lse;  // null where it is not wanted
-    Strides q_strides, k_strides, v_strides, out_strides;
-    Schedule schedule;
-    int64 first_block;
-    int queries, keys, heads, group, pack, head_dim, value_dim;
-    int head_blocks, batches1;   // blocks along heads; length of the inner merged axis
-    int first_shift, end_shift;  // of the mask
-    int out_vectors;             // rows of out can be written 16 bytes at a time
-    double scale_log2;           // scale * log2 e, positive
-};
+using Args = DenseArgs;
 template struct ArgsLayout<Args>;
-
-__device__ __forceinline__ Dense locate(const Args& args) {
-    return Dense(args.schedule, args.first_block + fresh_block_index(), args.head_blocks, args.batches1, args.pack,
-                 args.queries, LAST_FIRST);
-}
 
 using Scores = double[TILE_K / 8][4];
 using Out = double[COLUMNS / 8][4];
@@ -198,11 +181,6 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
                                       int first_column) {
     const int lane = lane_index();
     const Dense place = locate(args);  // again, rather than in registers all along
-    auto out_row = [&](int r) { return const_cast<char*>(place.row(args.out, args.out_strides, warp_row + r)); };
-    auto lse_of = [&](int r) {
-        int64 head = place.batch() * args.heads + place.head_of(warp_row + r);
-        return args.lse + (head * args.queries + place.query(warp_row + r)) * sizeof(double);
-    };
     uint32 suspects[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -218,7 +196,7 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
         }
         suspects[half] = ballot(inside && ((finite != 0 && is_finite(inverse)) || row.too_coarse()));
         if (!inside) continue;
-        char* const address = out_row(r);
+        char* const address = out_of(args, place, warp_row + r);
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; ++n) {
             const int d = first_column + 8 * n + lane % 4 * 2;
@@ -230,7 +208,9 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
                 if (d + 1 < args.value_dim) store_global(address + d * 8 + 8, pair.high);
             }
         }
-        if (first_column == 0 && args.lse != nullptr && lane % 4 == 0) store_global(lse_of(r), row.lse());
+        if (first_column == 0 && args.lse != nullptr && lane % 4 == 0) {
+            store_global(lse_of(args, place, warp_row + r), row.lse());
+        }
     }
     if constexpr (SHARES == 1) {
         sync_warp();
@@ -242,11 +222,7 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
         while (suspects[half] != 0) {
             const int quad = find_first_set(suspects[half]) / 4;
             suspects[half] &= ~(0xfu << (4 * quad));
-            const int r = 8 * half + quad, i = place.query(warp_row + r);
-            careful_row<Element>(args, place.row(args.q, args.q_strides, warp_row + r),
-                                 args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group),
-                                 args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group),
-                                 out_row(r), lse_of(r), mask.first_key(i), mask.end_key(i));
+            compute_again(args, mask, place, warp_row + 8 * half + quad);
         }
     }
 }
@@ -302,8 +278,8 @@ __device__ __forceinline__ void load_queries(const Args& args, const Dense& plac
 __device__ __forceinline__ Facts gather(const Args& args, const Mask& mask, const Dense& place) {
     const int block_row = place.tile * TILE_Q, last_row = clamp(block_row + TILE_Q, 0, place.rows()) - 1;
     Facts facts;
-    facts.k = args.k + args.k_strides.offset(place.batch0, place.batch1, place.head / args.group);
-    facts.v = args.v + args.v_strides.offset(place.batch0, place.batch1, place.head / args.group);
+    facts.k = head_of_keys(args, place, args.k, args.k_strides);
+    facts.v = head_of_keys(args, place, args.v, args.v_strides);
     facts.first_key = mask.first_key(place.query(block_row));
     facts.end_key = mask.end_key(place.query(last_row));
     return facts;

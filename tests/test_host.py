@@ -2201,9 +2201,10 @@ def test_args_lie_where_the_struct_puts_them(kernel, real):
     sizes = {"const char*": 8, "char*": 8, "int64": 8, "int": 4, "float": 4, "double": 8, "Strides": 32, "Schedule": 16}
     sizes |= {"TensorMap": 128, "uint32": 4, "Steps": 32, "Real": np.dtype(real).itemsize}
     offset, widest, found = 0, 1, {}
-    shared = "split.cuh" if kernel.startswith("decode") else "backward_args.cuh"
-    file = file if "Args" in structs(file) else shared
-    declarations = re.sub("//.*", "", structs(file)["Args"]).replace("char* ", "char *")
+    shared = {"decode": ("split.cuh", "Args"), "forward": ("forward_args.cuh", "DenseArgs")}
+    shared = shared.get(kernel.split("_")[0], ("backward_args.cuh", "Args"))
+    file, name = (file, "Args") if "Args" in structs(file) else shared
+    declarations = re.sub("//.*", "", structs(file)[name]).replace("char* ", "char *")
     for kind, names in re.findall(r"(const char|\w+) (.+?);", declarations):
         for name in names.split(", "):
             size = sizes[kind + "*" * name.startswith("*")]

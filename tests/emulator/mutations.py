@@ -289,14 +289,14 @@ def without_product(left_out, first):
     return " ".join([begin, *(f"mma_m16n8k16{rest}" for rest in operands[1:])])
 
 
-def in_backward_dq(name, old, new, recipe, **more):
+def in_backward_dq(name, old, new, recipe, file="backward_dq_sm90.cu", **more):
     """A mistake in Hopper's kernel of dq alone."""
-    return in_backward(name, old, new, recipe, file="backward_dq_sm90.cu", engine="sm90", **more)
+    return in_backward(name, old, new, recipe, file=file, engine="sm90", **more)
 
 
-def in_backward_sm90(name, old, new, recipe, **more):
+def in_backward_sm90(name, old, new, recipe, file="backward_sm90.cu", **more):
     """A mistake in the main kernel of gradients on Hopper."""
-    return in_backward(name, old, new, recipe, file="backward_sm90.cu", engine="sm90", **more)
+    return in_backward(name, old, new, recipe, file=file, engine="sm90", **more)
 
 
 # Three tiles of keys, the last of them part of one, and rows that see some; heads that share keys.
@@ -1401,7 +1401,8 @@ MUTATIONS = (
         "part_not_fenced", "show(PARTS_FULL, index); }", "sync_warp(), release(PARTS_FULL, index); }", HOPPER_GRADIENT,
     ),
     in_backward_sm90(
-        "grads_not_fenced", "fence_proxy_async();\n                bar_sync", "bar_sync", HOPPER_GRADIENT,
+        "grads_not_fenced", "fence_proxy_async();", "if (AWAITED) fence_proxy_async();", HOPPER_GRADIENT,
+        file="gradients_sm90.cuh",
     ),
     # Waits, parities, releases
     in_backward_sm90(
@@ -1427,6 +1428,7 @@ MUTATIONS = (
     in_backward_sm90(
         "gradient_overwritten_before_it_has_left",
         "if (first_thread()) cp_async_bulk_wait_group_read<0>();  // what lay there has left", "", HOPPER_GRADIENT,
+        file="gradients_sm90.cuh",
     ),
     in_backward_sm90(
         "late_dq_left_out", "self.store_part(visit - 1, dq);\n        self.show_part();\n", "", HOPPER_GRADIENT,
@@ -1491,7 +1493,10 @@ MUTATIONS = (
     in_backward_dq(
         "values_overwritten_under_dp", "mbarrier_wait(barrier(shared, VALUES_EMPTY), n % 2 ^ 1);", "", ROLES,
     ),
-    in_backward_dq("dq_not_fenced", "fence_proxy_async();\n                bar_sync", "bar_sync", ROLES),
+    in_backward_dq(
+        "dq_not_fenced", "fence_proxy_async();", "if (!AWAITED) fence_proxy_async();", ROLES,
+        file="gradients_sm90.cuh",
+    ),
     in_backward_dq("last_keys_left_out_of_dq", "(end_key - 1) / TILE_K + 1", "end_key / TILE_K", ROLES),
     in_backward_dq("rows_of_a_warp_mixed_up", "+ 8 * half + lane_index() / 4;", "+ lane_index() / 4;", ROLES),
 )  # fmt: skip
