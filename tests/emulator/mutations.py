@@ -1327,10 +1327,10 @@ MUTATIONS = (
     ),
     in_backward("first_sums_added", "listed(visit(1)).turn == 0", "listed(visit(1)).turn == 1", LONG),
     in_backward(
-        "turn_not_awaited", "while (ORDERED && turns < listed(visit(1)).turn) turns = turns_had();", "", LONG,
+        "turn_not_awaited", "while (ORDERED && turns < agenda.listed(visit(1)).turn) turns = turns_had();", "", LONG,
     ),
     in_backward(
-        "visits_listed_half_a_list_early", "work().index), shared, n + WARP / 2);", "work().index), shared, n);",
+        "visits_listed_half_a_list_early", "agenda.work().index), n + WARP / 2);", "agenda.work().index), n);",
         VISITED,
     ),
     in_backward(
