@@ -896,7 +896,7 @@ MUTATIONS = (
     ),
     in_float32(
         "small_products_forgotten", "scores[n][e] += small[n][e];", "scores[n][e] += 0 * small[n][e];", ALIKE,
-        check=check_split_products,
+        check=check_split_products, file="float32.cuh",
     ),
     in_float32(
         "small_products_with_values_forgotten", "large[m][e] + small[m][e];", "large[m][e];", FLOAT32,
