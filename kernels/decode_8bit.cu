@@ -1,5 +1,5 @@
-// out = softmax(scale q k^T) v and lse of the newest rows of sequences whose keys lie in a cache of 8-bit elements, int8
-// or E4M3, on any GPU since sm_80.
+// out = softmax(scale q k^T) v and lse of the newest rows of sequences whose keys lie in a cache of 8-bit elements,
+// int8 or E4M3, on any GPU since sm_80.
 //
 //   q (sequences, heads, queries, head_dim), k, v (pages, key_heads, page_size, head_dim or value_dim), lengths and a
 //   table of pages, k_scale, v_scale (key_heads) or (pages, key_heads, page_size) -> out (sequences, heads, queries,

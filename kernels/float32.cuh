@@ -1,5 +1,5 @@
-// float32 on tensor cores: each number is the sum of three bfloat16, each product that of the six largest of nine. (With
-// two PARTS, where TF32 will do: of the three largest of four, within 2^-15.)
+// float32 on tensor cores: each number is the sum of three bfloat16, each product that of the six largest of nine.
+// (With two PARTS, where TF32 will do: of the three largest of four, within 2^-15.)
 //
 // x = x0 + x1 + x2, each the rounding of what is left: 8 bits of the 24 at a time, so nothing is left in the end but
 // below 2^-126, where bfloat16 ends too. Of the products x0 y0, x0 y1, ... those left out, x1 y2 + x2 y1 + x2 y2, are
@@ -16,7 +16,8 @@
 namespace cuflash {
 
 // Numbers whose rounding is beyond bfloat16 get its largest as their first part; the others hold the rest. An infinity
-// leaves itself in its second part and NaN in its third, NaN NaN in its second: neither goes through a product unnoticed.
+// leaves itself in its second part and NaN in its third, NaN NaN in its second: neither goes through a product
+// unnoticed.
 __device__ __forceinline__ float limited(float x) {
     constexpr float LARGEST = __builtin_bit_cast(float, 0x7f7f0000);
     return minimum(maximum(x, -LARGEST), LARGEST);

@@ -128,8 +128,8 @@ __device__ __forceinline__ void check(RowPages<RUN, LANES>& rows, const Pages& p
     }
 }
 
-// Copies a tile of rows of `bytes`; what is not to be read becomes zeros. `source` is the lane's first chunk of row 0 of
-// page 0.
+// Copies a tile of rows of `bytes`; what is not to be read becomes zeros. `source` is the lane's first chunk of row 0
+// of page 0.
 template <typename Shape, int RUN, int LANES>
 __device__ __forceinline__ void copy_rows(uint32 base, const char* source, const Strides& strides, const Pages& pages,
                                           const Work& work, const RowPages<RUN, LANES>& rows, const Lane<LANES>& lane,

@@ -861,7 +861,7 @@ MUTATIONS = (
     Mutation("mask_one_key_too_near", "forward.cu", "j >= first && j < end", "j > first && j < end", WINDOW),
     Mutation(
         "tile_taken_for_seen_by_all", "forward.cu",
-        "key + TILE_K > facts.all_end) hide", "key + TILE_K > facts.all_end + 1) hide",
+        "key + TILE_K > facts.all_end) {", "key + TILE_K > facts.all_end + 1) {",
         replace(CAUSAL, queries=1, keys=127),
     ),
     Mutation(
