@@ -16,7 +16,7 @@
 // quad of its own, takes four and serves all rows. So 8 rows, a tile, take 8 cycles of multiply-adds and 12 of shared
 // memory and leave room to wait, where 16 would take 20; more rows than a tile has find keys in the L2 cache. Tensor
 // cores would add to this the splitting of every number into three.
-#include "careful.cuh"
+#include "careful_cache.cuh"
 #include "score.cuh"
 #include "rings.cuh"
 
@@ -181,18 +181,6 @@ __device__ __forceinline__ void leave(Sums<ROWS>& sums, bool missing, uint32 rin
             if (lane < VALUE_LANES) store_shared(ring + r * OUT_PITCH + (p * VALUE_LANES + lane) * CHUNK, quad);
         }
     }
-}
-
-// A row again, by the careful path, with all keys that it sees.
-__device__ __noinline__ void careful_decode(const Args& args, int row, char* out, char* lse, int first, int end) {
-    const Paged place = locate(args);
-    const Pages pages = pages_of(args, place.sequence);
-    auto row_of = [&](const char* base, const Strides& strides, int j) {
-        return pages.row(base, strides, pages.number(pages.size.divide(j)), place.key_head, j);
-    };
-    careful_row_at<Element>(
-        args, place.row(args.q, args.q_strides, row), [&](int j) { return row_of(args.k, args.k_strides, j); },
-        [&](int j) { return row_of(args.v, args.v_strides, j); }, out, lse, first, end);
 }
 
 // The work of a block that has no more than ROWS rows.

@@ -60,9 +60,6 @@ __device__ __forceinline__ void clear(Out& out) {
     }
 }
 
-// Row within the tile of element e of an accumulator's 16 x 8 block.
-__device__ __forceinline__ int row_of(int block, int half) { return 16 * block + 8 * half + lane_index() / 4; }
-
 // Copies ----------------------------------------------------------------------------------------------------------
 
 // A lane copies the chunks chunk, chunk + LANES ... of every ROW_STEP-th row of a tile, of keys and of values.

@@ -583,7 +583,7 @@ MUTATIONS = (
                 replace(LATENT_STEEP, scale=40.0), testing.check_decode_bound,
             ),
             (
-                "out_not_rescaled", "out[block][n][e] *= factor[block][e / 2];", "{}",
+                "out_not_rescaled", "rescale(out, factor, moved);", "",
                 LATENT_STEEP, testing.check_decode_bound,
             ),
             (
