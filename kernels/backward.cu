@@ -16,6 +16,7 @@
 // of it, 4,700 clocks at 128 bytes each, and takes 2,560 products of 16 x 8 x 16, 4,100 clocks on Hopper. The
 // exponentials run beside the product with v. Turns cost next to nothing while blocks keep their distance: sums are
 // sent off to be added, the counter is looked at a product ahead and raised a product after, when they have arrived.
+#include "agenda.cuh"
 #include "backward_args.cuh"
 #include "mask.cuh"
 #include "ptx.cuh"
@@ -50,22 +51,6 @@ using KeyTile = Tile<HEAD_DIM>;
 using ValueTile = Tile<VALUE_DIM>;  // of v and dout
 using PairTile = Tile<TILE_Q>;      // of p^T and ds^T: a row for each key
 
-constexpr int LISTED = 2 * WARP;  // visits
-
-// What a block is working on.
-struct alignas(16) Work {
-    const char *q, *dout;  // row 0 of the group's first head
-    int first_tile;        // tile 0 of that head, among those of all heads (an int counts them: each has a counter)
-    int index;             // of the item
-    int visits;
-    int key;               // first of the tile
-};
-// A visit, looked up beforehand.
-struct alignas(16) Listed {
-    Visit visit;
-    int turn;
-    int plain;  // whether every row sees every key
-};
 struct alignas(8) Two {
     float values[2];
 };
@@ -82,52 +67,22 @@ struct Shared {
     char slopes[TILE_K * PairTile::PITCH];                    // ds^T
     char weights[MATES > 1 ? TILE_K * PairTile::PITCH : 16];  // p^T
     float rows[STAGES][2][TILE_Q];                            // row_lse, row_delta
-    Listed list[LISTED];
-    Work work;
-    int next;   // item
-    int visits[2];  // the number of the visit, up to its second barrier and from there on: registers are short
+    Agenda agenda;
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles and lists take");
+static_assert(sizeof(Shared) == SHARED_BYTES, "SHARED_BYTES: what the tiles and the agenda take");
 constexpr int KEY_START = OFFSET_OF(Shared, keys), VALUE_START = OFFSET_OF(Shared, values);
 constexpr int QUERY_START = OFFSET_OF(Shared, queries), DOUT_START = OFFSET_OF(Shared, douts);
 constexpr int SLOPE_START = OFFSET_OF(Shared, slopes), WEIGHT_START = OFFSET_OF(Shared, weights);
-constexpr int ROW_START = OFFSET_OF(Shared, rows), LIST_START = OFFSET_OF(Shared, list);
-constexpr int WORK_START = OFFSET_OF(Shared, work), NEXT_START = OFFSET_OF(Shared, next);
-constexpr int VISIT_START = OFFSET_OF(Shared, visits);
+constexpr int ROW_START = OFFSET_OF(Shared, rows), AGENDA_START = OFFSET_OF(Shared, agenda);
 
 using Scores = float[BLOCKS][QUERIES / 8][4];
 using Pairs = uint32[QUERIES / 16][BLOCKS][4];  // the same of 16 bits: A operands
 
-__device__ __forceinline__ Visit listed_visit(uint32 shared, int n) {
-    return load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed)).visit;
-}
-// The tile of a visit among those of all heads.
-__device__ __forceinline__ int tile_of(const Args& args, uint32 shared, const Visit& visit) {
-    return load_shared<Work>(shared + WORK_START).first_tile + visit.head * args.query_tiles + visit.tile;
-}
-__device__ __forceinline__ char* turn_counter(const Args& args, int tile) {
-    return args.turns + COUNTERS + static_cast<int64>(tile) * sizeof(int);
-}
-
-// A warp looks up 32 visits at once, one a lane, from the n-th on.
-__device__ __forceinline__ void list_visits(const Args& args, const Mask& mask, const Item& item, uint32 shared,
-                                            int n) {
-    n += lane_index();
-    if (n >= item.span.visits) return;
-    Listed listed;
-    listed.visit = visit_at(item.span, n);
-    listed.turn = turn_of(args, mask, item, listed.visit);
-    const int row = listed.visit.tile * TILE_Q, last_row = clamp(row + TILE_Q, 0, args.queries) - 1;
-    const int key = item.key_tile * TILE_K;
-    const bool coarse = load_global<int>(args.turns + COARSE) != 0;
-    listed.plain = !coarse && mask.first_key(last_row) <= key && mask.end_key(row) >= key + TILE_K;
-    store_shared(shared + LIST_START + n % LISTED * sizeof(Listed), listed);
-}
-
 // Tiles of q and dout of the n-th visit, and what their rows bring along.
 __device__ __forceinline__ void load_rows(const Args& args, uint32 shared, int n) {
-    const Visit visit = listed_visit(shared, n);
-    const Work work = load_shared<Work>(shared + WORK_START);
+    const AgendaAt agenda{shared + AGENDA_START};
+    const Visit visit = agenda.listed(n).visit;
+    const Work work = agenda.work();
     const int stage = n % STAGES, row = visit.tile * TILE_Q;
     TileCopy<TILE_Q, HEAD_DIM, THREADS>::copy(
         shared + QUERY_START + stage * (TILE_Q * QueryTile::PITCH),
@@ -142,7 +97,7 @@ __device__ __forceinline__ void load_rows(const Args& args, uint32 shared, int n
     if (thread < 2 * CHUNKS) {
         const char* from = thread < CHUNKS ? args.row_lse : args.row_delta;
         cp_async_16(shared + ROW_START + stage * (2 * TILE_Q * sizeof(float)) + thread * CHUNK,
-                    from + static_cast<int64>(tile_of(args, shared, visit)) * (TILE_Q * sizeof(float)) +
+                    from + static_cast<int64>(agenda.tile_of(args, visit)) * (TILE_Q * sizeof(float)) +
                         thread % CHUNKS * CHUNK,
                     true);
     }
@@ -274,34 +229,32 @@ __device__ __forceinline__ void store_rows(uint32 base, char* rows, int64 stride
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     cuflash_backward(const __grid_constant__ Args args) {
     const uint32 shared = shared_memory();
+    const AgendaAt agenda{shared + AGENDA_START};
     const Mask mask(args.keys, args.first_shift, args.end_shift);
     // Registers are short: what is soon found is found anew where it is used.
     auto first_thread = [] { return fresh_thread_index() == 0; };
     auto last_warp = [] { return warp_index() == WARPS - 1; };
     auto mate = [] { return warp_index() % MATES; };
     auto key_row = [] { return warp_index() / MATES * KEY_ROWS; };
-    auto work = [=] { return load_shared<Work>(shared + WORK_START); };
-    auto listed = [=](int n) { return load_shared<Listed>(shared + LIST_START + n % LISTED * sizeof(Listed)); };
-    auto visit = [=](int half) { return load_shared<int>(shared + VISIT_START + half * sizeof(int)); };
+    auto visit = [=](int half) { return agenda.visit(half); };
     auto set_visit = [=](int half, int n) {
-        if (first_thread()) store_shared(shared + VISIT_START + half * sizeof(int), n);
+        if (first_thread()) agenda.set_visit(half, n);
     };
     auto queries = [=](int n) { return shared + QUERY_START + n % STAGES * (TILE_Q * QueryTile::PITCH); };
     auto douts = [=](int n) { return shared + DOUT_START + n % STAGES * (TILE_Q * ValueTile::PITCH); };
     auto lane_dk = [=] { return lane_of_a<HEAD_DIM>(2 * mate()); };  // where a lane finds the columns it has
     auto lane_dv = [=] { return lane_of_a<VALUE_DIM>(2 * mate()); };
     auto draw = [&] {
-        if (first_thread()) store_shared(shared + NEXT_START, atomic_add(args.turns + TICKET, 1));
+        if (first_thread()) agenda.set_next(atomic_add(args.turns + TICKET, 1));
     };
-    auto counter = [&](int n) { return turn_counter(args, tile_of(args, shared, listed_visit(shared, n))); };
     auto release = [&](int n) {
-        if (ORDERED && first_thread()) add_release(counter(n), 1);
+        if (ORDERED && first_thread()) add_release(agenda.counter(args, n), 1);
     };
 
     draw();
     for (;;) {
         sync_threads();  // the item is there, and all have left what is filled next
-        const int index = load_shared<int>(shared + NEXT_START);
+        const int index = agenda.next();
         if (index >= args.items) break;
         {
             const Item item = locate_item(args, mask, index);
@@ -314,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 work.index = index;
                 work.visits = item.span.visits;
                 work.key = key;
-                store_shared(shared + WORK_START, work);
+                agenda.set_work(work);
             }
             if (item.span.visits > 0) {
                 TileCopy<TILE_K, HEAD_DIM, THREADS>::copy(
@@ -325,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     shared + VALUE_START,
                     args.v + args.v_strides.offset(item.batch0, item.batch1, item.key_head) + key * args.v_strides.row,
                     args.v_strides.row, args.value_dim, 0, args.keys - key);
-                if (last_warp()) list_visits(args, mask, item, shared, 0);
+                if (last_warp()) agenda.list(args, mask, item, 0);
             }
             set_visit(0, 0);
             sync_threads();  // the list is there
@@ -338,19 +291,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             cp_async_wait_group<0>();
             sync_threads();  // the tiles are here for all warps, and all have left what is filled next
             const int n = visit(0);
-            if (n >= work().visits) break;
-            if (STAGES == 2 && n + 1 < work().visits) load_rows(args, shared, n + 1);
+            if (n >= agenda.work().visits) break;
+            if (STAGES == 2 && n + 1 < agenda.work().visits) load_rows(args, shared, n + 1);
             cp_async_commit_group();
             if (n % WARP == WARP / 2 && last_warp()) {
-                list_visits(args, mask, locate_item(args, mask, work().index), shared, n + WARP / 2);
+                agenda.list(args, mask, locate_item(args, mask, agenda.work().index), n + WARP / 2);
             }
 #pragma unroll 1
             for (int part = 0; part < PARTS; ++part) {
                 const int query = (mate() * PARTS + part) * QUERIES;
                 const uint32 rows = shared + ROW_START + visit(0) % STAGES * (2 * TILE_Q * sizeof(float)) +
                                     (query + lane_index() % 4 * 2) * sizeof(float);
+                auto plain = [&] { return agenda.listed(visit(0)).plain; };
                 auto seen = [&] {
-                    return Seen(args, mask, work().key + key_row(), listed(visit(0)).visit.tile * TILE_Q + query);
+                    return Seen(args, mask, agenda.work().key + key_row(),
+                                agenda.listed(visit(0)).visit.tile * TILE_Q + query);
                 };
                 const TileOperands<HEAD_DIM> keys{lane_of_a<HEAD_DIM>() + shared + KEY_START +
                                                   key_row() * KeyTile::PITCH};
@@ -367,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         p[block][n][e] = fused_multiply_add(p[block][n][e], args.scale_log2, -lse(n, e));
                     });
                 }
-                if (!listed(visit(0)).plain) {  // hidden: p = 0; and no p above 1, of a coarse lse, but NaN stays NaN
+                if (!plain()) {  // hidden: p = 0; and no p above 1, of a coarse lse, but NaN stays NaN
                     const Seen is_seen = seen();
                     for_each([&](int block, int n, int e) {
                         float& x = p[block][n][e];
@@ -400,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         dp[block][n][e] = p[block][n][e] * (dp[block][n][e] - delta(n, e));
                     });
                 }
-                if (!listed(visit(0)).plain) {  // hidden: ds = 0, whatever the product
+                if (!plain()) {  // hidden: ds = 0, whatever the product
                     const Seen is_seen = seen();
                     for_each([&](int block, int n, int e) {
                         dp[block][n][e] = is_seen(block, e / 2, 8 * n + e % 2) ? dp[block][n][e] : 0.0f;
@@ -424,11 +379,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             }
             if constexpr (STAGES == 1) {
                 sync_threads();  // all have left the tiles
-                if (visit(1) + 1 < work().visits) load_rows(args, shared, visit(1) + 1);
+                if (visit(1) + 1 < agenda.work().visits) load_rows(args, shared, visit(1) + 1);
                 cp_async_commit_group();
             }
 
-            auto turns_had = [&] { return load_relaxed(counter(uniform(visit(1)))); };
+            auto turns_had = [&] { return load_relaxed(agenda.counter(args, uniform(visit(1)))); };
             int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
             const int dq_mate = warp_index() % DQ_MATES, dq_row = warp_index() / DQ_MATES * DQ_ROWS;
             const uint32 lane_slopes = lane_of_b<TILE_Q>(dq_row / 8), lane_dq = lane_of_a<HEAD_DIM>(2 * dq_mate);
@@ -446,9 +401,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             }
             // Nothing is read that another block has written, so that nothing is to be acquired: memory adds, and has
             // added what came before a counter that it shows.
-            while (ORDERED && turns < listed(visit(1)).turn) turns = turns_had();
-            if (visit(1) + 1 == work().visits) draw();  // not before: a block that waits holds no item but its own
-            const int64 tile = tile_of(args, shared, listed(visit(1)).visit);
+            while (ORDERED && turns < agenda.listed(visit(1)).turn) turns = turns_had();
+            const bool last = visit(1) + 1 == agenda.work().visits;
+            if (last) draw();  // not before: a block that waits holds no item but its own
+            const int64 tile = agenda.tile_of(args, agenda.listed(visit(1)).visit);
             char* to = args.dq_sum + tile * (TILE_Q * HEAD_DIM * sizeof(float)) + lane_index() * 16 +
                        (dq_row / 64 * (HEAD_DIM / 8 * 4) + 2 * dq_mate * 4 + dq_row % 64 / 16) * 512;
             auto send = [&](auto put) {
@@ -460,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     }
                 }
             };
-            if (ORDERED && listed(visit(1)).turn == 0) {
+            if (ORDERED && agenda.listed(visit(1)).turn == 0) {
                 send([](char* place, const float(&x)[4]) { store_global(place, Four{{x[0], x[1], x[2], x[3]}}); });
             } else {
                 send([](char* place, const float(&x)[4]) { add_global<VECTOR_ADDS>(place, x); });
@@ -468,9 +424,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             set_visit(0, visit(1) + 1);
         }
 
-        if (work().visits == 0) draw();
-        if (work().visits > 0) release(work().visits - 1);
-        const Item item = locate_item(args, mask, work().index);  // again, rather than in registers all along
+        if (agenda.work().visits == 0) draw();
+        if (agenda.work().visits > 0) release(agenda.work().visits - 1);
+        const Item item = locate_item(args, mask, agenda.work().index);  // again, rather than in registers all along
         const int key = item.key_tile * TILE_K, keys = args.keys - key;
         auto rows_of = [&](char* base, const Strides& strides) {
             return base + strides.offset(item.batch0, item.batch1, item.key_head) + key * strides.row;

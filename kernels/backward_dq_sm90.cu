@@ -3,12 +3,12 @@
 //   s = q k^T, p_ij = exp2(scale_log2 s_ij - row_lse_i), dp = dout v^T, ds_ij = p_ij (dp_ij - row_delta_i)
 //   dq = scale ds k                               row_lse, row_delta: of backward_rows.cu
 //
-// Scores and dp are made a second time, seven products for five; but a block sums dq of its rows by itself, in the order
-// of the keys, so that nothing is added in global memory, and nobody waits for a turn.
+// Scores and dp are made a second time, seven products for five; but a block sums dq of its rows by itself, in the
+// order of the keys, so that nothing is added in global memory, and nobody waits for a turn.
 //
 // A block owns TILE_Q rows of a query head and visits the tiles of keys that one of them sees. A producer warpgroup has
-// one thread bring q and dout once, then keys and values tile by tile; each of two consumers owns 64 rows. ds is, as the
-// accumulator of dout v^T left it, the A operand of the product with the keys: it never leaves registers, nor does dq.
+// one thread bring q and dout once, then keys and values tile by tile; each of two consumers owns 64 rows. ds is, as
+// the accumulator of dout v^T left it, the A operand of the product with the keys: neither it nor dq leaves registers.
 //
 // A consumer works on two tiles at once: while the tensor cores have the scores of one and then the product of the ds
 // before with the keys before, its threads compute exponentials. The products of dp are waited for beside those of the
@@ -152,7 +152,8 @@ struct Consumer {
     bool leader;           // of its warp: arrives for it
     float row_lse[2], row_delta[2];
 
-    __device__ __forceinline__ Consumer(const Args& args, const Mask& mask, const Place& place, uint32 shared, int index)
+    __device__ __forceinline__ Consumer(const Args& args, const Mask& mask, const Place& place, uint32 shared,
+                                        int index)
         : args(args), mask(mask), place(place), shared(shared), index(index), first_row(place.row + index * ROWS),
           leader(lane_index() == 0) {
         const int64 linear = (place.batch * args.heads + place.head) * args.query_tiles * args.tile_q;
@@ -186,7 +187,8 @@ struct Consumer {
         }
         wgmma_commit_group();
     }
-    __device__ __forceinline__ void multiply_keys(Gradient& dq, const Operand& dscores, int stage, bool accumulate) const {
+    __device__ __forceinline__ void multiply_keys(Gradient& dq, const Operand& dscores, int stage,
+                                                  bool accumulate) const {
         const uint32 b = uniform((shared + KEY_START + stage * KeyTile::BYTES) / 16);
         wgmma_fence();
 #pragma unroll
@@ -212,13 +214,14 @@ struct Consumer {
     }
 
     __device__ __forceinline__ Target target() const {
-        return {args.dq_map, args.dq, args.dq_strides, args.queries, args.boxes, args.head_dim, args.dq_wide, args.scale};
+        return {args.dq_map, args.dq,       args.dq_strides, args.queries,
+                args.boxes,  args.head_dim, args.dq_wide,    args.scale};
     }
     __device__ __forceinline__ RowPlace first() const {
         return {place.head, first_row, place.batch0, place.batch1};
     }
-    // Writes dq by way of shared memory, where q was, whose 16 rows a warp's own products alone have read; and makes again
-    // by the careful path, once all has been written, what is not finite.
+    // Writes dq by way of shared memory, where q was, whose 16 rows a warp's own products alone have read; and makes
+    // again by the careful path, once all has been written, what is not finite.
     __device__ __forceinline__ void store(const Gradient& dq) const {
         const int lane = lane_index(), warp_row = warp_index() % 4 * 16;
         const uint32 staging = shared + index * QueryTile::BYTES;
@@ -253,7 +256,8 @@ struct Consumer {
     }
 };
 
-__device__ __forceinline__ void consume(const Args& args, const Mask& mask, const Place& place, uint32 shared, int index) {
+__device__ __forceinline__ void consume(const Args& args, const Mask& mask, const Place& place, uint32 shared,
+                                        int index) {
     const Consumer self(args, mask, place, shared, index);
     const int tiles = place.end_tile - place.first_tile;
     if (tiles == 0) {
@@ -288,7 +292,8 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
                 const int column = column_of(lane_index(), i), half = half_of(i);
                 const float exponent = fused_multiply_add(scores[i], args.scale_log2, -self.row_lse[half]);
                 const bool shown = column >= first[half] && column < end[half];
-                scores[i] = ex2_approx(!shown ? -INFINITE : exponent > 0.0f ? 0.0f : exponent);  // a weight is at most 1
+                // A weight is at most 1.
+                scores[i] = ex2_approx(!shown ? -INFINITE : exponent > 0.0f ? 0.0f : exponent);
             }
         } else {
 #pragma unroll

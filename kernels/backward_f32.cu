@@ -194,6 +194,14 @@ __device__ __forceinline__ void load_operands(Operands& operands, uint32 lane) {
     }
 }
 
+// scores (16 x QUERIES) = a b^T, for rows of tiles that begin at `a_rows` and `b_rows`.
+template <typename A, typename B>
+__device__ __forceinline__ void multiply_pairs(Scores& scores, uint32 a_rows, uint32 b_rows, int columns) {
+    constexpr int COLUMNS = A::Shape::PITCH / 2;
+    const uint32 lane_a = a_rows + lane_of_a<COLUMNS>(), lane_b = b_rows + lane_of_b<COLUMNS>();
+    multiply_rows<A, B, 2>(scores, lane_a, lane_b, columns);
+}
+
 // A operands for multiply_columns: a warp's own, in its registers; 16 rows of ds, `lane` being where a lane finds those
 // of the first 16 keys.
 struct OwnOperands {
@@ -393,8 +401,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                                 agenda.listed(visit(0)).visit.tile * TILE_Q + query());
                 };
                 Scores p, ds;
-                multiply_rows<KeyTile, QueryTile>(p, shared + KEY_START + key_row() * KeyTile::Shape::PITCH,
-                                                  query_rows(), args.head_dim);
+                multiply_pairs<KeyTile, QueryTile>(p, shared + KEY_START + key_row() * KeyTile::Shape::PITCH,
+                                                   query_rows(), args.head_dim);
                 {
                     const Columns lse(numbers());
                     for_each([&](int n, int e) { p[n][e] = fused_multiply_add(p[n][e], args.scale_log2, -lse(n, e)); });
@@ -409,8 +417,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 for_each([&](int n, int e) { p[n][e] = ex2_approx(p[n][e]); });
                 if (visit(0) > 0 && piece == 0) release(visit(0) - 1);  // whose sums have long arrived
 
-                multiply_rows<ValueTile, DoutTile>(ds, shared + VALUE_START + key_row() * ValueTile::Shape::PITCH,
-                                                   dout_rows(), args.value_dim);
+                multiply_pairs<ValueTile, DoutTile>(ds, shared + VALUE_START + key_row() * ValueTile::Shape::PITCH,
+                                                    dout_rows(), args.value_dim);
                 {
                     const Columns delta(numbers() + TILE_Q * sizeof(float));
                     for_each([&](int n, int e) { ds[n][e] = p[n][e] * (ds[n][e] - delta(n, e)); });

@@ -11,10 +11,10 @@
 //
 // Two warps of a kind share KEY_ROWS keys: each has half of the queries while it multiplies first, and half of the
 // columns of dk or dv, which stay in registers from the first visit to the last, while it multiplies again. Then each
-// computes its part of the visit's dq and adds it to dq_sum when the block's turn has come. The kinds wait for each other
-// only for what the other has made, brought or left, so that what lies between two products of one runs beside those of
-// the other. Each brings the rows that it is the last to read, weights dout and slopes q, a half of a tile as soon as it
-// has met p^T or ds^T.
+// computes its part of the visit's dq and adds it to dq_sum when the block's turn has come. The kinds wait for each
+// other only for what the other has made, brought or left, so that what lies between two products of one runs beside
+// those of the other. Each brings the rows that it is the last to read, weights dout and slopes q, a half of a tile as
+// soon as it has met p^T or ds^T.
 //
 // Where things lie. An instruction sums its terms in whatever order its operands hold them, if only both agree, and
 // nobody minds which column of s^T is which query. With g = lane / 4 and t = lane % 4, of every 16 queries
@@ -442,7 +442,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 cp_async_commit_group();
             }
         };
-        // The warp's part of dq of the n-th visit; what its kind has brought meanwhile is `there` after its first product.
+        // The warp's part of dq of the n-th visit; what its kind has brought meanwhile is `there` after its first
+        // product.
         auto add_dq = [&](int n, int there) {
             auto turns_had = [&] { return load_relaxed(agenda.counter(args, n)); };
             int turns = ORDERED ? turns_had() : 1;  // is back before the product ends
@@ -546,7 +547,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 });
                 bar_arrive(SLOPES_THERE, THREADS);
                 bar_sync(AMONG_SLOPES, THREADS / 2);
-                if (n > 0) release(n - 1);  // whose sums, also of the others, who have p^T of this one, have long arrived
+                if (n > 0) release(n - 1);  // whose sums, the others' too, who have p^T of this one, have long arrived
                 add_products(n, SLOPE_START, QUERY_START, AMONG_SLOPES);
                 add_dq(n, QUERIES_THERE);
             }

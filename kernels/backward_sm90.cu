@@ -11,10 +11,10 @@
 // and ds, the A operands of the products with dout and q that dv and dk sum: they never leave registers, nor do dv and
 // dk.
 //
-// To head_dim 128 ds goes to shared memory as well, transposed, for dq; each consumer makes one part of the product ds k,
-// a half of its columns or, where TILE_Q is 128, of its rows. The part goes on, by way of shared memory, to a thread of
-// the producer warpgroup, which waits for the block's turn and has it added in global memory. Turns make dq reproducible,
-// and no sum needs zeros to begin with: the first stores.
+// To head_dim 128 ds goes to shared memory as well, transposed, for dq; each consumer makes one part of the product
+// ds k, a half of its columns or, where TILE_Q is 128, of its rows. The part goes on, by way of shared memory, to a
+// thread of the producer warpgroup, which waits for the block's turn and has it added in global memory. Turns make dq
+// reproducible, and no sum needs zeros to begin with: the first stores.
 //
 // There both consumers do the same, for 64 keys each, and take turns. While one computes exponentials, the
 // tensor cores have the products of the other, and a token sees to it: who has it issues the last products of a visit,
@@ -207,15 +207,17 @@ __device__ __forceinline__ void plan(const Args& args, const Mask& mask, uint32 
             store_shared(step + OFFSET_OF(Step, turn), ROLES ? 0 : turn_of(args, mask, item(), place));
             const int head = item().key_head * args.group + place.head, row = place.tile * TILE_Q;
             store_shared(step + OFFSET_OF(Step, head), head);
-            store_shared(step + OFFSET_OF(Step, place), (item().batch * args.heads + head) * args.query_tiles + place.tile);
+            store_shared(step + OFFSET_OF(Step, place),
+                         (item().batch * args.heads + head) * args.query_tiles + place.tile);
             store_shared(step + OFFSET_OF(Step, row), row);
             const int all = load_global<int>(args.turns + COARSE) != 0 ? (1 << CONSUMERS) - 1 : 0;
             store_shared(step + OFFSET_OF(Step, tested), all | tested(args, mask, row, item().key_tile * TILE_K));
             mbarrier_arrive(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)));
             place.advance(item().span, args.group);
         }
-        // The next item is drawn early, so that it is brought while this one ends, but no earlier than that: blocks that
-        // wait for it would wait for this one as well. A block has no two items of a wave, which may wait for each other.
+        // The next item is drawn early, so that it is brought while this one ends, but no earlier than that: blocks
+        // that wait for it would wait for this one as well. A block has no two items of a wave, which may wait for each
+        // other.
         if (visits() > 0) {
             const uint32 last = visit - 1;
             mbarrier_wait(barrier(shared, QUERIES_FULL, stage_of(last)), parity_of(last));
@@ -375,7 +377,8 @@ struct Shown {
     }
 };
 
-// Scores to weights, in place; the first batch of row_lse has been asked for. `then` is done before the last exponentials.
+// Scores to weights, in place; the first batch of row_lse has been asked for. `then` is done before the last
+// exponentials.
 template <typename Exponent, typename Then>
 __device__ __forceinline__ void weigh(Scores& scores, Columns& columns, uint32 row_lse, Exponent exponent, Then then) {
 #pragma unroll
@@ -514,8 +517,8 @@ struct Consumer {
         return Shown(args, mask, tile * TILE_K + first_key_of(index), load_shared<Step>(step_at(shared, visit)).row);
     }
 
-    // Scores to weights, in place: see the function above. A weight is at most 1, which a coarse row_lse would not see to;
-    // hidden ones are 0.
+    // Scores to weights, in place: see the function above. A weight is at most 1, which a coarse row_lse would not see
+    // to; hidden ones are 0.
     template <typename Then>
     __device__ __forceinline__ void weigh(Scores& scores, Columns& columns, uint32 row_lse, bool tested, uint32 number,
                                           uint32 visit, Then then) const {
@@ -629,7 +632,8 @@ __device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, u
     auto give_token = [&] { bar_arrive(TOKEN + 1 - index, CONSUMERS * WARPGROUP); };
     auto await_token = [&] { bar_sync(TOKEN + index, CONSUMERS * WARPGROUP); };
 
-    self.release(DSCORES_EMPTY, 0);  // a stage is free once dq of two visits before has been made: for 0 nobody else says so
+    // A stage is free once dq of two visits before has been made: for 0 nobody else says so.
+    self.release(DSCORES_EMPTY, 0);
     uint32 visit = 0;
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {
@@ -860,7 +864,8 @@ __device__ __forceinline__ void make_dscores(const Args& args, const Mask& mask,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_backward_sm90(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    cuflash_backward_sm90(const __grid_constant__ Args args) {
     const uint32 shared = shared_memory();
     const Mask mask(args.keys, args.first_shift, args.end_shift);
     if (thread_index() == 0) {

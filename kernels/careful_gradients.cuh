@@ -53,8 +53,8 @@ struct RowSum {
     __device__ __forceinline__ void join() {}
 };
 
-// The same of float32: terms of ADDED pairs are added before they join the others, as those of tiles are, since long sums
-// lose more. join(n) comes after the n-th pair, join() after the last.
+// The same of float32: terms of ADDED pairs are added before they join the others, as those of tiles are, since long
+// sums lose more. join(n) comes after the n-th pair, join() after the last.
 struct RowOfShortSums {
     static constexpr int ADDED = 64;
     RowSum sum, part;

@@ -7,7 +7,7 @@
 // Blocks, splits, rings and parts are those of split.cuh. Scores and weights are those of forward.cu.
 //
 // What limits speed: memory. The rings of a multiprocessor's blocks keep some 190 KB on the way to it.
-#include "careful.cuh"
+#include "careful_cache.cuh"
 #include "score.cuh"
 #include "rings.cuh"
 
@@ -28,21 +28,11 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
             for (int n = 0; n < TILE_K / 8; ++n) {
                 top = maximum(top, maximum(scores[block][n][2 * half], scores[block][n][2 * half + 1]));
             }
-            top = maximum(top, shuffle_xor(top, 1));
-            top = maximum(top, shuffle_xor(top, 2));
-            factor[block][half] = rows[block][half].raise(top * score.factor());
+            factor[block][half] = rows[block][half].raise(maximum_of_row(top) * score.factor());
             moved |= factor[block][half] != 1.0f;
         }
     }
-    if (!any(moved)) return;
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-        for (int n = 0; n < VALUE_DIM / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) out[block][n][e] *= factor[block][e / 2];
-        }
-    }
+    rescale(out, factor, moved);
 }
 
 // weights = exp(scores - reference), 16 keys at a time, summed and multiplied with v.
@@ -83,18 +73,6 @@ __device__ __forceinline__ void leave(const Out& out, const Rows& rows, uint32 r
             if (lane % 4 == 0) store_shared(rows_shared + r * sizeof(SoftmaxRow<float>), rows[block][half]);
         }
     }
-}
-
-// A row again, by the careful path, with all keys that it sees.
-__device__ __noinline__ void careful_decode(const Args& args, int row, char* out, char* lse, int first, int end) {
-    const Paged place = locate(args);
-    const Pages pages = pages_of(args, place.sequence);
-    auto row_of = [&](const char* base, const Strides& strides, int j) {
-        return pages.row(base, strides, pages.number(pages.size.divide(j)), place.key_head, j);
-    };
-    careful_row_at<Element>(
-        args, place.row(args.q, args.q_strides, row), [&](int j) { return row_of(args.k, args.k_strides, j); },
-        [&](int j) { return row_of(args.v, args.v_strides, j); }, out, lse, first, end);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_decode(const __grid_constant__ Args args) {

@@ -1,5 +1,5 @@
-// out = softmax(scale q k^T) v and lse of the newest rows of sequences whose keys lie in a cache of 8-bit elements, int8
-// or E4M3, on any GPU since sm_80.
+// out = softmax(scale q k^T) v and lse of the newest rows of sequences whose keys lie in a cache of 8-bit elements,
+// int8 or E4M3, on any GPU since sm_80.
 //
 //   q (sequences, heads, queries, head_dim), k, v (pages, key_heads, page_size, head_dim or value_dim), lengths and a
 //   table of pages, k_scale, v_scale (key_heads) or (pages, key_heads, page_size) -> out (sequences, heads, queries,
@@ -219,22 +219,11 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
     for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float& highest = top[block][half];
-            highest = maximum(highest, shuffle_xor(highest, 1));
-            highest = maximum(highest, shuffle_xor(highest, 2));
-            shrink[block][half] = rows[block][half].raise(highest);
+            shrink[block][half] = rows[block][half].raise(maximum_of_row(top[block][half]));
             moved |= shrink[block][half] != 1.0f;
         }
     }
-    if (!any(moved)) return;
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-        for (int n = 0; n < VALUE_DIM / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) out[block][n][e] *= shrink[block][e / 2];
-        }
-    }
+    rescale(out, shrink, moved);
 }
 
 // weights = exp(scores - reference), summed, times `scale(n)` of their keys.

@@ -5,18 +5,18 @@
 //   table of pages -> out (sequences, heads, queries, value_dim), lse (sequences, heads, queries)
 //
 // Blocks, splits, rings and parts are those of split.cuh. A lane has a key of a tile, or KEY_LANES neighbours in the
-// quads of its columns have it together, and its scores with all rows. Weights go through shared memory, where lanes that
-// have a quad of columns of v each, and of out for all rows, find those of one key after the other.
+// quads of its columns have it together, and its scores with all rows. Weights go through shared memory, where lanes
+// that have a quad of columns of v each, and of out for all rows, find those of one key after the other.
 //
 // A sum over many keys would drift: that over the keys of one tile begins at zero, and is added to out when it is done.
 //
 // What limits speed: memory. On an H200 it brings a multiprocessor 512 bytes of keys or values in some 24 cycles. Each
 // of these 128 numbers takes a multiply-add a row, of which 128 are a cycle. A quad of q or of weights, which all lanes
-// read at once, takes a cycle of shared memory and serves 128 of them, or 512; what 32 lanes read of k or v, each a quad
-// of its own, takes four and serves all rows. So 8 rows, a tile, take 8 cycles of multiply-adds and 12 of shared memory
-// and leave room to wait, where 16 would take 20; more rows than a tile has find keys in the L2 cache. Tensor cores
-// would add to this the splitting of every number into three.
-#include "careful.cuh"
+// read at once, takes a cycle of shared memory and serves 128 of them, or 512; what 32 lanes read of k or v, each a
+// quad of its own, takes four and serves all rows. So 8 rows, a tile, take 8 cycles of multiply-adds and 12 of shared
+// memory and leave room to wait, where 16 would take 20; more rows than a tile has find keys in the L2 cache. Tensor
+// cores would add to this the splitting of every number into three.
+#include "careful_cache.cuh"
 #include "score.cuh"
 #include "rings.cuh"
 
@@ -181,18 +181,6 @@ __device__ __forceinline__ void leave(Sums<ROWS>& sums, bool missing, uint32 rin
             if (lane < VALUE_LANES) store_shared(ring + r * OUT_PITCH + (p * VALUE_LANES + lane) * CHUNK, quad);
         }
     }
-}
-
-// A row again, by the careful path, with all keys that it sees.
-__device__ __noinline__ void careful_decode(const Args& args, int row, char* out, char* lse, int first, int end) {
-    const Paged place = locate(args);
-    const Pages pages = pages_of(args, place.sequence);
-    auto row_of = [&](const char* base, const Strides& strides, int j) {
-        return pages.row(base, strides, pages.number(pages.size.divide(j)), place.key_head, j);
-    };
-    careful_row_at<Element>(
-        args, place.row(args.q, args.q_strides, row), [&](int j) { return row_of(args.k, args.k_strides, j); },
-        [&](int j) { return row_of(args.v, args.v_strides, j); }, out, lse, first, end);
 }
 
 // The work of a block that has no more than ROWS rows.

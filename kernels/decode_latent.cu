@@ -62,8 +62,6 @@ using Rows = SoftmaxRow<float>[2];  // a thread's rows g and g + 8 of its warp's
 // Which part of the scores a warp owns.
 __device__ __forceinline__ int block_of_warp() { return warp_index() / KEY_WARPS; }  // of 16 rows
 __device__ __forceinline__ int share_of_warp() { return warp_index() % KEY_WARPS; }  // of the keys
-// The thread's rows of it, and those of out.
-__device__ __forceinline__ int row_of(int block, int half) { return 16 * block + 8 * half + lane_index() / 4; }
 
 // Copies ----------------------------------------------------------------------------------------------------------
 
@@ -182,8 +180,7 @@ __device__ __forceinline__ void tell_tops(const Scores& scores, uint32 shared) {
         for (int n = 0; n < KEYS / 8; ++n) {
             top = maximum(top, maximum(scores[0][n][2 * half], scores[0][n][2 * half + 1]));
         }
-        top = maximum(top, shuffle_xor(top, 1));
-        top = maximum(top, shuffle_xor(top, 2));
+        top = maximum_of_row(top);
         const int r = share_of_warp() * TILE_Q + row_of(block_of_warp(), half);
         if (lane_index() % 4 == 0) store_shared(shared + TOPS_START + r * sizeof(float), top);
     }
@@ -232,16 +229,7 @@ __device__ __forceinline__ void accumulate(Out& out, uint32 shared, uint32 stage
             moved |= factor[block][half] != 1.0f;
         }
     }
-    if (any(moved)) {
-#pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-            for (int n = 0; n < COLUMNS / 8; ++n) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) out[block][n][e] *= factor[block][e / 2];
-            }
-        }
-    }
+    rescale(out, factor, moved);
     const uint32 lane_w = lane_of_a<TILE_K>();
     const uint32 lane_v = lane_of_a<HEAD_DIM>(warp_index() * (COLUMNS / CHUNK_ELEMENTS));
 #pragma unroll

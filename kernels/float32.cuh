@@ -1,5 +1,5 @@
-// float32 on tensor cores: each number is the sum of three bfloat16, each product that of the six largest of nine. (With
-// two PARTS, where TF32 will do: of the three largest of four, within 2^-15.)
+// float32 on tensor cores: each number is the sum of three bfloat16, each product that of the six largest of nine.
+// (With two PARTS, where TF32 will do: of the three largest of four, within 2^-15.)
 //
 // x = x0 + x1 + x2, each the rounding of what is left: 8 bits of the 24 at a time, so nothing is left in the end but
 // below 2^-126, where bfloat16 ends too. Of the products x0 y0, x0 y1, ... those left out, x1 y2 + x2 y1 + x2 y2, are
@@ -16,7 +16,8 @@
 namespace cuflash {
 
 // Numbers whose rounding is beyond bfloat16 get its largest as their first part; the others hold the rest. An infinity
-// leaves itself in its second part and NaN in its third, NaN NaN in its second: neither goes through a product unnoticed.
+// leaves itself in its second part and NaN in its third, NaN NaN in its second: neither goes through a product
+// unnoticed.
 __device__ __forceinline__ float limited(float x) {
     constexpr float LARGEST = __builtin_bit_cast(float, 0x7f7f0000);
     return minimum(maximum(x, -LARGEST), LARGEST);
@@ -79,15 +80,17 @@ struct SplitTile {
 };
 
 // scores (16 x 8 N) = a b^T, for 16 rows of a tile A and 8 N of a tile B, by spans of a row that the swizzle permutes,
-// two at a time where they are even; those beyond `columns` are left out.
-template <typename A, typename B, int N>
-__device__ __forceinline__ void multiply_rows(float (&scores)[N][4], uint32 a_rows, uint32 b_rows, int columns) {
+// SPANS at a time where they come out even; those beyond `columns` are left out. (Written out without a branch between,
+// the compiler would read ahead into more registers than there are.) A lane finds the first chunk that it reads of each
+// at `lane`, from `base` on, which is the same for all lanes.
+template <typename A, typename B, int SPANS, int N>
+__device__ __forceinline__ void multiply_rows(float (&scores)[N][4], uint32 lane_a, uint32 lane_b, int columns,
+                                              uint32 base_a = 0, uint32 base_b = 0) {
     using Shape = typename A::Shape;
-    const uint32 lane_a = a_rows + lane_of_a<Shape::PITCH / 2>(), lane_b = b_rows + lane_of_b<Shape::PITCH / 2>();
     float small[N][4] = {};
 #pragma unroll
     for (float(&each)[4] : scores) each[0] = each[1] = each[2] = each[3] = 0.0f;
-    constexpr int BYTES = Shape::PITCH % (2 * Shape::SPAN) == 0 ? 2 * Shape::SPAN : Shape::SPAN;
+    constexpr int BYTES = Shape::PITCH % (SPANS * Shape::SPAN) == 0 ? SPANS * Shape::SPAN : Shape::SPAN;
 #pragma unroll 1
     for (int span = 0; span < 2 * columns; span += BYTES) {
 #pragma unroll
@@ -95,14 +98,14 @@ __device__ __forceinline__ void multiply_rows(float (&scores)[N][4], uint32 a_ro
             Parts a;
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
-                ldmatrix_x4(a[p], span + p * A::PART_BYTES + Shape::step(lane_a, 0, 2 * step));
+                ldmatrix_x4(a[p], base_a + span + p * A::PART_BYTES + Shape::step(lane_a, 0, 2 * step));
             }
 #pragma unroll
             for (int n = 0; n < N; n += 2) {
                 Parts b;
 #pragma unroll
                 for (int p = 0; p < PARTS; ++p) {
-                    ldmatrix_x4(b[p], span + p * B::PART_BYTES + Shape::step(lane_b, 8 * n, 2 * step));
+                    ldmatrix_x4(b[p], base_b + span + p * B::PART_BYTES + Shape::step(lane_b, 8 * n, 2 * step));
                 }
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {

@@ -61,8 +61,8 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
     }
 }
 
-// Turns scores into weights: their parts, as A operands of 16 rows and 16 keys, and their sums. Those of a tile are summed
-// by themselves, before they join the others.
+// Turns scores into weights: their parts, as A operands of 16 rows and 16 keys, and their sums. Those of a tile are
+// summed by themselves, before they join the others.
 __device__ __forceinline__ void weigh(Weights& weights, Rows& rows, const Scores& scores, const Scaled& score) {
     float sums[2] = {};
 #pragma unroll

@@ -193,8 +193,8 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
 }
 
 // The careful path, of a row whose keys lie in a cache.
-__device__ __noinline__ void careful_row_of_cache(const Args& args, int sequence, int key_head, const char* q, char* out,
-                                                  char* lse, int first, int end) {
+__device__ __noinline__ void careful_row_of_cache(const Args& args, int sequence, int key_head, const char* q,
+                                                  char* out, char* lse, int first, int end) {
     const Pages pages = pages_of(args, sequence);
     auto row_of = [&](const char* base, const Strides& strides, int j) {
         return pages.row(base, strides, pages.number(pages.size.divide(j)), key_head, j);
@@ -229,7 +229,8 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
                 store_shared(warp_shared + ValueTile::offset(r, n) + lane % 4 * 4, cvt_pair(Element{}, low, high));
             }
             const bool inside = warp_row + r < place.rows();
-            suspects[block][half] = ballot(inside && !missing && ((finite != 0.0f && is_finite(inverse)) || row.too_coarse()));
+            suspects[block][half] =
+                ballot(inside && !missing && ((finite != 0.0f && is_finite(inverse)) || row.too_coarse()));
             if (inside && args.lse != nullptr && lane % 4 == 0) {
                 store_global(lse_of(args, place, warp_row + r), row.lse());
             }
@@ -345,7 +346,8 @@ __device__ __forceinline__ void load_queries(const Args& args, const Dense& plac
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_forward(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    cuflash_forward(const __grid_constant__ Args args) {
     const uint32 shared = shared_memory();
     const uint32 warp_shared = shared + warp_index() * WARP_BYTES;
     auto facts_shared = [=] { return shared + FACTS_START + warp_index() * sizeof(Facts); };
@@ -438,7 +440,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_for
         if (STAGES == 2 || seen) {
             multiply_transposed<Element, BLOCKS, TILE_K / 8, HEAD_DIM / 16, HEAD_DIM>(
                 scores, load_query, shared + KEY_START + tile % STAGES * KEY_BYTES, lane_k);
-            if (key < facts.all_first || key + TILE_K > facts.all_end) hide(scores, mask, args.pack, facts.warp_row, key);
+            if (key < facts.all_first || key + TILE_K > facts.all_end) {
+                hide(scores, mask, args.pack, facts.warp_row, key);
+            }
             raise(rows, out, scores, score);
         }
         if constexpr (STAGES == 1) {
@@ -447,7 +451,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_for
             if (tile > first_tile) load_keys(tile - 1);
             cp_async_commit_group();
         }
-        if (STAGES == 2 || seen) accumulate(rows, out, scores, score, shared + VALUE_START + tile % STAGES * VALUE_BYTES, lane_v);
+        if (STAGES == 2 || seen) {
+            accumulate(rows, out, scores, score, shared + VALUE_START + tile % STAGES * VALUE_BYTES, lane_v);
+        }
     }
     cp_async_wait_group<0>();  // q, where there was no tile: out takes its place
     sync_warp();

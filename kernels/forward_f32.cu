@@ -61,45 +61,7 @@ constexpr int FACTS_START = OFFSET_OF(Shared, facts);
 using Args = DenseArgs;
 template struct ArgsLayout<Args>;
 
-// scores = q k^T, by the spans of a row that the swizzle permutes; those beyond `columns` are left out. (Written out
-// without a branch between, the compiler would read ahead into more registers than there are; so below.)
-__device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, uint32 lane_q, uint32 keys, uint32 lane_k,
-                                              int columns) {
-    using Shape = Tile<HEAD_DIM>;
-    Scores small = {};
-    for (float(&each)[4] : scores) each[0] = each[1] = each[2] = each[3] = 0.0f;
-#pragma unroll 1
-    for (int span = 0; span < 2 * columns; span += Shape::SPAN) {
-#pragma unroll
-        for (int step = 0; step < Shape::SPAN / 32; ++step) {
-            Parts a;
-#pragma unroll
-            for (int p = 0; p < PARTS; ++p) {
-                ldmatrix_x4(a[p], queries + span + p * QueryTile::PART_BYTES + Shape::step(lane_q, 0, 2 * step));
-            }
-#pragma unroll
-            for (int n = 0; n < TILE_K / 8; n += 2) {
-                Parts b;
-#pragma unroll
-                for (int p = 0; p < PARTS; ++p) {
-                    ldmatrix_x4(b[p], keys + span + p * KeyTile::PART_BYTES + Shape::step(lane_k, 8 * n, 2 * step));
-                }
-#pragma unroll
-                for (int m = 0; m < 2; ++m) {
-                    multiply_small(small[n + m], a, b, 2 * m, false);
-                    multiply_large(scores[n + m], a, b, 2 * m, false);
-                }
-            }
-        }
-    }
-#pragma unroll
-    for (int n = 0; n < TILE_K / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) scores[n][e] += small[n][e];
-    }
-}
-
-// out += weights v, of its first `columns`.
+// out += weights v, of its first `columns`, 16 at a time with a branch between, as in multiply_rows.
 __device__ __forceinline__ void accumulate(Out& out, const Weights& weights, uint32 values, uint32 lane, int columns) {
     constexpr bool ONE_STEP = TILE_K == 16;  // all small products come before all large ones: one sum will do
 #pragma unroll
@@ -227,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         sync_threads();  // the keys are here, and all have left the values of the tile before
         const int key = tile * TILE_K;
         Scores scores;
-        multiply_keys(scores, warp_shared, lane_q, shared + KEY_START, lane_k, args.head_dim);
+        multiply_rows<QueryTile, KeyTile, 1>(scores, lane_q, lane_k, args.head_dim, warp_shared, shared + KEY_START);
         {
             const Facts facts = load_shared<Facts>(facts_shared());
             const bool all = key >= facts.all_first && key + TILE_K <= facts.all_end;

@@ -3,14 +3,14 @@
 //   q (queries, head_dim), k (keys, head_dim), v (keys, value_dim) -> out (queries, value_dim), lse (queries)
 //
 // Every number is three bfloat16 and every product six, see float32.cuh, or, where TF32 will do, two and three;
-// forward_parts.cu has written the parts. A block owns TILE_Q packed rows of one head and walks over the keys it can see
-// in tiles of TILE_K, from the last to the first. One warpgroup, the producer, has a single thread bring parts of q, k
-// and v by tensor copies; each of the others, the consumers, owns 64 rows: their scores, weights and out stay in
+// forward_parts.cu has written the parts. A block owns TILE_Q packed rows of one head and walks over the keys it can
+// see in tiles of TILE_K, from the last to the first. One warpgroup, the producer, has a single thread bring parts of
+// q, k and v by tensor copies; each of the others, the consumers, owns 64 rows: their scores, weights and out stay in
 // registers, and the parts of the weights are operands of the products with v as they are.
 //
-// Three parts leave room for one tile of keys or two. So a tile's parts are brought and released one by one, in the order
-// in which products meet them, the least first, and values panel by panel of 64 columns: the next tile is on its way
-// while this one is worked on.
+// Three parts leave room for one tile of keys or two. So a tile's parts are brought and released one by one, in the
+// order in which products meet them, the least first, and values panel by panel of 64 columns: the next tile is on its
+// way while this one is worked on.
 //
 // A tensor core cuts what it adds, so that long sums drift: weights meet the values of one tile in sums that begin at
 // zero, and that are added to out by additions that round.
@@ -141,8 +141,8 @@ __device__ __forceinline__ void produce(const Args& args, const Dense& place, Sp
     }
 }
 
-__device__ __forceinline__ void consume(const Args& args, const Mask& mask, const Dense& place, Span span, uint32 shared,
-                                        int consumer) {
+__device__ __forceinline__ void consume(const Args& args, const Mask& mask, const Dense& place, Span span,
+                                        uint32 shared, int consumer) {
     const Scaled score{args.scale_log2};
     const int first_row = place.tile * TILE_Q + consumer * ROWS, warp_row = first_row + warp_index() % 4 * 16;
     const int last_row = clamp(warp_row + 16, 0, place.rows()) - 1;
@@ -177,7 +177,8 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, cons
 #pragma unroll
         for (int step = 0; step < TILE_K / 16; ++step) {
             Wgmma<PANEL>::template rs<1>(sum, weights[step][i],
-                                         ValuePanel::columns_descriptor(v + ValuePanel::down(step)), !first || step > 0);
+                                         ValuePanel::columns_descriptor(v + ValuePanel::down(step)),
+                                         !first || step > 0);
         }
     };
     auto wait_keys = [&](int part) {

@@ -33,7 +33,8 @@ template struct ArgsLayout<Args>;
 
 // Rows of one head of an operand, `columns` of WIDTH, to `parts`, whose parts are `part_bytes` apart.
 template <int WIDTH, typename Row>
-__device__ __forceinline__ void split_rows(Row row_of, int first, int rows, int columns, char* parts, int64 part_bytes) {
+__device__ __forceinline__ void split_rows(Row row_of, int first, int rows, int columns, char* parts,
+                                           int64 part_bytes) {
     constexpr int LANES = WIDTH / COLUMNS;
     static_assert(THREADS % LANES == 0, "WIDTH: whole rows of threads");
     const int thread = thread_index(), column = thread % LANES * COLUMNS;
@@ -83,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             const int h = head + (args.pack == 1 ? 0 : r % args.pack);
             return args.q + strides.offset(batch0, batch1, h) + query_of(r, args.pack) * strides.row;
         };
-        split_rows<HEAD_DIM>(row, first, rows, args.head_dim, args.q_parts + linear * head_bytes, all_heads * head_bytes);
+        split_rows<HEAD_DIM>(row, first, rows, args.head_dim, args.q_parts + linear * head_bytes,
+                             all_heads * head_bytes);
     } else {
         const Strides strides = of_k ? args.k_strides : args.v_strides;
         const char* const base = (of_k ? args.k : args.v) + strides.offset(batch0, batch1, head);

@@ -31,7 +31,8 @@ constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
 static_assert(WARPS == 4 * (1 + CONSUMERS) && TILE_Q % ROWS == 0, "WARPS: a producer, and a consumer every 64 rows");
 static_assert(STAGES == 2, "STAGES: the loop over keys is written out for two");
 static_assert(QUERY_STEPS <= HEAD_DIM / 16, "QUERY_STEPS: of 16 columns of q");
-static_assert(TILE_K % 16 == 0 && VALUE_DIM % 32 == 0, "whole steps of a product, whole chunks for each quad of threads");
+static_assert(TILE_K % 16 == 0 && VALUE_DIM % 32 == 0,
+              "whole steps of a product, whole chunks for each quad of threads");
 
 // The registers of a multiprocessor, 64 K, as the launch deals them out: 168, 128 or 96 a thread. The producer gives
 // away what the consumers need.
@@ -172,7 +173,8 @@ __device__ __forceinline__ void produce(const Args& args, const Mask& mask, uint
 
     auto load_keys = [&](const Place& place, int tile) {
         mbarrier_wait(barrier(shared, KEYS_EMPTY, key.stage), key.parity);
-        KeyTile::load(shared + KEY_START + key.stage * KeyTile::BYTES, args.k_map, barrier(shared, KEYS_FULL, key.stage),
+        KeyTile::load(shared + KEY_START + key.stage * KeyTile::BYTES, args.k_map,
+                      barrier(shared, KEYS_FULL, key.stage),
                       {0, place.key_head, tile * TILE_K, place.batch0, place.batch1}, EVICT_LAST);
         key.advance();
     };
@@ -483,7 +485,8 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
             if (step < QUERY_STEPS) {
                 Wgmma<TILE_K>::template rs<0>(scores, queries[step], b, step > 0);
             } else {
-                Wgmma<TILE_K>::template ss<0, 0>(scores, QueryTile::rows_descriptor(rows + QueryTile::right(step)), b, step > 0);
+                Wgmma<TILE_K>::template ss<0, 0>(scores, QueryTile::rows_descriptor(rows + QueryTile::right(step)), b,
+                                                 step > 0);
             }
         }
         wgmma_commit_group();
@@ -542,7 +545,8 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
             const int lane = lane_index(), warp_row = warp_index() % 4 * 16;
 #pragma unroll
             for (int step = 0; step < QUERY_STEPS; ++step) {
-                ldmatrix_x4(queries[step], query_shared + QueryTile::offset(warp_row + lane % 16, 2 * step + lane / 16));
+                ldmatrix_x4(queries[step],
+                            query_shared + QueryTile::offset(warp_row + lane % 16, 2 * step + lane / 16));
             }
             sync_warp();
             if (QUERIES_HELD) release(QUERIES_EMPTY, consumer);
@@ -660,7 +664,8 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
     if (leader) cp_async_bulk_wait_group_read<0>();  // shared memory goes with the block
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_forward_sm90(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    cuflash_forward_sm90(const __grid_constant__ Args args) {
     const uint32 shared = shared_memory();
     const Mask mask(args.keys, args.first_shift, args.end_shift);
     if (thread_index() == 0) {

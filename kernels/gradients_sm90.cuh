@@ -24,12 +24,12 @@ struct Lost {
     bool rows[2];
 };
 
-// Rounds and writes the 64 rows. `target` says where to: a tensor map of the elements; base, strides, rows and dim of the
-// array; wide, whether it is of float32, for sums to come; boxes, whether elements leave by tensor copies; and the factor
-// that sums are still to be multiplied by. Elements go by way of `staging`, where a warp writes its own 16 rows, from
-// `warp_row` on; before and after copies the consumer's warps meet at a barrier of the number `meeting`. row_of(half) is a
-// row of the thread's two. AWAITED: all has been written when this returns; else copies may be in flight, and the next
-// call waits until they have left `staging`.
+// Rounds and writes the 64 rows. `target` says where to: a tensor map of the elements; base, strides, rows and dim of
+// the array; wide, whether it is of float32, for sums to come; boxes, whether elements leave by tensor copies; and the
+// factor that sums are still to be multiplied by. Elements go by way of `staging`, where a warp writes its own 16 rows,
+// from `warp_row` on; before and after copies the consumer's warps meet at a barrier of the number `meeting`.
+// row_of(half) is a row of the thread's two. AWAITED: all has been written when this returns; else copies may be in
+// flight, and the next call waits until they have left `staging`.
 template <bool AWAITED, typename Target, typename RowOf>
 __device__ __forceinline__ Lost store_gradient(const Target& target, const RowPlace& place, const Gradient& sums,
                                                uint32 staging, int meeting, int lane, int warp_row, RowOf row_of) {

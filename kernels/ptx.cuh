@@ -213,7 +213,9 @@ __device__ __forceinline__ uint32 cvt_pair(BFloat16, float low, float high) {
 }
 
 // prmt: four of the eight bytes of a (0 to 3) and b (4 to 7), as the digits of the selector say, the lowest first.
-__device__ __forceinline__ uint32 byte_permute(uint32 a, uint32 b, uint32 selector) { return __byte_perm(a, b, selector); }
+__device__ __forceinline__ uint32 byte_permute(uint32 a, uint32 b, uint32 selector) {
+    return __byte_perm(a, b, selector);
+}
 // Two float16 elements at a time, subnormals too.
 __device__ __forceinline__ uint32 add_pair(uint32 a, uint32 b) {
     uint32 sum;
@@ -255,7 +257,8 @@ __device__ __forceinline__ void mma_m16n8k16_first(Float16, float (&d)[4], const
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
-__device__ __forceinline__ void mma_m16n8k16_first(BFloat16, float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+__device__ __forceinline__ void mma_m16n8k16_first(BFloat16, float (&d)[4], const uint32 (&a)[4], uint32 b0,
+                                                   uint32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])

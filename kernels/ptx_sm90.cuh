@@ -41,9 +41,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32 barrier, uint32
 // Waits until the phase of this parity has ended: parity 1 of a fresh barrier has.
 __device__ __forceinline__ void mbarrier_wait(uint32 barrier, uint32 parity) {
     asm volatile(
-        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
-            barrier),
-        "r"(parity)
+        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
+        ::"r"(barrier), "r"(parity)
         : "memory");
 }
 
@@ -83,8 +82,8 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
 }
 // Bytes as they lie, a multiple of 16 from a multiple of 16: to shared memory, counting on the barrier, and from it.
 __device__ __forceinline__ void cp_async_bulk_load(uint32 shared, const char* global, uint32 bytes, uint32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-                 "l"(global), "r"(bytes), "r"(barrier)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared), "l"(global), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 __device__ __forceinline__ void cp_async_bulk_store(char* global, uint32 shared, uint32 bytes) {
@@ -93,11 +92,13 @@ __device__ __forceinline__ void cp_async_bulk_store(char* global, uint32 shared,
 }
 // The same, adding float32 to what is there: each sum by itself, in whatever order.
 __device__ __forceinline__ void cp_reduce_async_bulk_add(char* global, uint32 shared, uint32 bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
-                 "r"(bytes)
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 ::"l"(global), "r"(shared), "r"(bytes)
                  : "memory");
 }
-__device__ __forceinline__ void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 // Until all but the newest PENDING groups of this thread have read their shared memory.
 template <int PENDING>
 __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
@@ -120,8 +121,8 @@ __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence
 
 // stmatrix: the inverse of ldmatrix_x4, and of ldmatrix_x4_trans.
 __device__ __forceinline__ void stmatrix_x4(uint32 address, const uint32 (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
-                 "r"(r[2]), "r"(r[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
 
@@ -131,10 +132,10 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32 address, const uint32 (
                  : "memory");
 }
 
-// Products of a warpgroup ----------------------------------------------------------------------------------------------
+// Products of a warpgroup ---------------------------------------------------------------------------------------------
 //
-// Wgmma<N>: d (64 x N, float32) = or += a (64 x 16) b (16 x N). Thread t of the warpgroup, warp w = t / 32, g = t % 32 / 4,
-// q = t % 4, holds d[i] = element (16 w + g + 8 (i / 2 % 2), 8 (i / 4) + 2 q + i % 2).
+// Wgmma<N>: d (64 x N, float32) = or += a (64 x 16) b (16 x N). Thread t of the warpgroup, warp w = t / 32,
+// g = t % 32 / 4, q = t % 4, holds d[i] = element (16 w + g + 8 (i / 2 % 2), 8 (i / 4) + 2 q + i % 2).
 //     rs<TRANSPOSE_B>(d, a, b, accumulate)                 a in registers, as mma_m16n8k16 takes it
 //     ss<TRANSPOSE_A, TRANSPOSE_B>(d, a, b, accumulate)    a in shared memory
 // Descriptors tell of matrices in shared memory; TRANSPOSE: rows of the 16 lie next to one another, not columns.
@@ -169,7 +170,7 @@ __device__ __forceinline__ uint64 matrix_descriptor(uint32 place, uint32 leading
     return static_cast<uint64>(SWIZZLE_128 | stride >> 4) << 32 | ((leading >> 4 << 16) + place);
 }
 
-// Arithmetic -----------------------------------------------------------------------------------------------------------
+// Arithmetic ----------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ int maximum(int a, int b, int c) { return __vimax3_s32(a, b, c); }
 __device__ __forceinline__ int bits_of(float x) { return __float_as_int(x); }

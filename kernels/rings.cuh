@@ -60,9 +60,6 @@ __device__ __forceinline__ void clear(Out& out) {
     }
 }
 
-// Row within the tile of element e of an accumulator's 16 x 8 block.
-__device__ __forceinline__ int row_of(int block, int half) { return 16 * block + 8 * half + lane_index() / 4; }
-
 // Copies ----------------------------------------------------------------------------------------------------------
 
 // A lane copies the chunks chunk, chunk + LANES ... of every ROW_STEP-th row of a tile, of keys and of values.
@@ -128,8 +125,8 @@ __device__ __forceinline__ void check(RowPages<RUN, LANES>& rows, const Pages& p
     }
 }
 
-// Copies a tile of rows of `bytes`; what is not to be read becomes zeros. `source` is the lane's first chunk of row 0 of
-// page 0.
+// Copies a tile of rows of `bytes`; what is not to be read becomes zeros. `source` is the lane's first chunk of row 0
+// of page 0.
 template <typename Shape, int RUN, int LANES>
 __device__ __forceinline__ void copy_rows(uint32 base, const char* source, const Strides& strides, const Pages& pages,
                                           const Work& work, const RowPages<RUN, LANES>& rows, const Lane<LANES>& lane,

@@ -68,4 +68,26 @@ struct SoftmaxRow {
     }
 };
 
+// Where rows lie in an accumulator's 16 x 8 blocks: four neighbours share two of them, and have of each every fourth
+// pair of columns.
+
+__device__ __forceinline__ float maximum_of_row(float x) {
+    x = maximum(x, shuffle_xor(x, 1));
+    return maximum(x, shuffle_xor(x, 2));
+}
+
+// Multiplies out by its rows' factors where, rarely, one of a lane's rows has `moved`.
+template <int BLOCKS, int N>
+__device__ __forceinline__ void rescale(float (&out)[BLOCKS][N][4], const float (&factor)[BLOCKS][2], bool moved) {
+    if (!any(moved)) return;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) out[block][n][e] *= factor[block][e / 2];
+        }
+    }
+}
+
 }  // namespace cuflash

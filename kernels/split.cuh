@@ -25,6 +25,9 @@ constexpr bool MULTIPLY_ADDS = WIDTH == 4;         // in place of tensor cores
 static_assert(TILE_Q % (MULTIPLY_ADDS ? 4 : 16) == 0, "TILE_Q: 16 rows, one A operand, or a multiple");
 constexpr int BLOCKS = (TILE_Q + 15) / 16;  // of 16 rows, one A operand each
 
+// Row within the tile, of the lane's two in a block of an accumulator.
+__device__ __forceinline__ int row_of(int block, int half) { return 16 * block + 8 * half + lane_index() / 4; }
+
 // Rows of q of 16 bits lie as tensor cores read them, wider ones one behind the other: all lanes read the same of them.
 template <int WIDTH>
 struct QueryRows : Tile<HEAD_DIM> {};

@@ -75,7 +75,8 @@ struct TileCopy {
             for (int n = 0; n < ROWS / ROW_STEP; ++n, address += ROW_STEP * stride) {
 #pragma unroll
                 for (int c = 0; c < Shape::CHUNKS; c += LANES) {
-                    cp_async_16(base + Shape::offset(row + n * ROW_STEP, chunk + c), address + c * CHUNK, c * CHUNK < left);
+                    cp_async_16(base + Shape::offset(row + n * ROW_STEP, chunk + c), address + c * CHUNK,
+                                c * CHUNK < left);
                 }
             }
         } else {
@@ -125,8 +126,8 @@ struct Nothing {
 // One A operand serves all of b's rows, one B operand all of a's blocks. What `beside(k)` does is done while the tensor
 // cores work on step k.
 template <typename Element, int BLOCKS, int N, int K, int COLUMNS, typename LoadA, typename Beside = Nothing>
-__device__ __forceinline__ void multiply_transposed(float (&scores)[BLOCKS][N][4], LoadA load_a, uint32 base, uint32 lane,
-                                                    Beside beside = {}) {
+__device__ __forceinline__ void multiply_transposed(float (&scores)[BLOCKS][N][4], LoadA load_a, uint32 base,
+                                                    uint32 lane, Beside beside = {}) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
         uint32 a[BLOCKS][4];

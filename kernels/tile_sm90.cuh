@@ -22,7 +22,9 @@ struct Panels {
     // Descriptors of the tile at `place`, its address in units of 16 bytes, which steps along it are added to: those of
     // a tile as rows of a product (of q k^T) advance by 16 columns, those of a tile as columns of a product (v, whose
     // rows are summed over) by 16 rows.
-    static __device__ __forceinline__ uint64 rows_descriptor(uint32 place) { return matrix_descriptor(place, 16, 1024); }
+    static __device__ __forceinline__ uint64 rows_descriptor(uint32 place) {
+        return matrix_descriptor(place, 16, 1024);
+    }
     static __device__ __forceinline__ uint64 columns_descriptor(uint32 place) {
         return matrix_descriptor(place, PANEL_BYTES, 1024);
     }

@@ -11,8 +11,8 @@
 // visit they come in passes: every second one in the first, the others in the next, once the first is over.
 //
 // Nobody waits for ever. Blocks stay, as many as the device holds at once (a cooperative launch), and draw items from a
-// ticket, in order. The items of one pass of a section of heads, a wave, are no more than there are blocks, and wait for
-// one another and for waves before; no block draws a second item of a wave before all of it is drawn.
+// ticket, in order. The items of one pass of a section of heads, a wave, are no more than there are blocks, and wait
+// for one another and for waves before; no block draws a second item of a wave before all of it is drawn.
 #pragma once
 
 #include "mask.cuh"
@@ -104,7 +104,8 @@ __device__ __forceinline__ Span span_of(const Args& args, const Mask& mask, cons
         span.start = start % args.query_tiles;
     } else {
         const int last_key = clamp((item.key_tile + 1) * TILE_K, 0, args.keys) - 1;
-        const int first = mask.first_query(item.key_tile * TILE_K, args.queries), end = mask.end_query(last_key, args.queries);
+        const int first = mask.first_query(item.key_tile * TILE_K, args.queries);
+        const int end = mask.end_query(last_key, args.queries);
         span.first = first / TILE_Q;
         span.end = first < end ? (end - 1) / TILE_Q + 1 : span.first;
         span.visits = args.group * (span.end - span.first);
@@ -144,8 +145,8 @@ template <typename Args>
 __device__ __forceinline__ int turn_of(const Args& args, const Mask& mask, const Item& item, const Visit& visit) {
     if (args.cyclic) {
         // Tiles of keys that begin here or before come first, the last of them foremost; then those that go round.
-        // Those that have begun, (place + 1) * tiles / visits rounded up: an estimate is never more, and hardly less. What
-        // it lacks is small, so that products of 32 bits, which wrap around, give it all the same.
+        // Those that have begun, (place + 1) * tiles / visits rounded up: an estimate is never more, and hardly less.
+        // What it lacks is small, so that products of 32 bits, which wrap around, give it all the same.
         const int place = visit.head * args.query_tiles + visit.tile, visits = item.span.visits;
         const float share = static_cast<float>(place + 1) * reciprocal(static_cast<float>(visits));
         int begun = static_cast<int>(share * static_cast<float>(item.tiles));
@@ -155,7 +156,8 @@ __device__ __forceinline__ int turn_of(const Args& args, const Mask& mask, const
         return tiles_before(args, args.key_tiles, item.pass) + (later < 0 ? later + item.tiles : later);
     }
     // The last tiles of keys that the rows see come first: they begin last, so get here first.
-    const int last_row = clamp((visit.tile + 1) * TILE_Q, 0, args.queries) - 1, last = (mask.end_key(last_row) - 1) / TILE_K;
+    const int last_row = clamp((visit.tile + 1) * TILE_Q, 0, args.queries) - 1;
+    const int last = (mask.end_key(last_row) - 1) / TILE_K;
     const int turn = (last - item.key_tile) >> args.passes_log2;
     if (item.pass == 0) return turn;
     const int first = mask.first_key(visit.tile * TILE_Q) / TILE_K;

@@ -583,7 +583,7 @@ MUTATIONS = (
                 replace(LATENT_STEEP, scale=40.0), testing.check_decode_bound,
             ),
             (
-                "out_not_rescaled", "out[block][n][e] *= factor[block][e / 2];", "{}",
+                "out_not_rescaled", "rescale(out, factor, moved);", "",
                 LATENT_STEEP, testing.check_decode_bound,
             ),
             (
@@ -861,7 +861,7 @@ MUTATIONS = (
     Mutation("mask_one_key_too_near", "forward.cu", "j >= first && j < end", "j > first && j < end", WINDOW),
     Mutation(
         "tile_taken_for_seen_by_all", "forward.cu",
-        "key + TILE_K > facts.all_end) hide", "key + TILE_K > facts.all_end + 1) hide",
+        "key + TILE_K > facts.all_end) {", "key + TILE_K > facts.all_end + 1) {",
         replace(CAUSAL, queries=1, keys=127),
     ),
     Mutation(
@@ -896,7 +896,7 @@ MUTATIONS = (
     ),
     in_float32(
         "small_products_forgotten", "scores[n][e] += small[n][e];", "scores[n][e] += 0 * small[n][e];", ALIKE,
-        check=check_split_products,
+        check=check_split_products, file="float32.cuh",
     ),
     in_float32(
         "small_products_with_values_forgotten", "large[m][e] + small[m][e];", "large[m][e];", FLOAT32,
@@ -1327,10 +1327,10 @@ MUTATIONS = (
     ),
     in_backward("first_sums_added", "listed(visit(1)).turn == 0", "listed(visit(1)).turn == 1", LONG),
     in_backward(
-        "turn_not_awaited", "while (ORDERED && turns < listed(visit(1)).turn) turns = turns_had();", "", LONG,
+        "turn_not_awaited", "while (ORDERED && turns < agenda.listed(visit(1)).turn) turns = turns_had();", "", LONG,
     ),
     in_backward(
-        "visits_listed_half_a_list_early", "work().index), shared, n + WARP / 2);", "work().index), shared, n);",
+        "visits_listed_half_a_list_early", "agenda.work().index), n + WARP / 2);", "agenda.work().index), n);",
         VISITED,
     ),
     in_backward(
