@@ -25,6 +25,7 @@ keeps them for the backward pass, where it stores one matrix more. No matrix of 
 """
 
 import argparse
+import importlib
 import math
 import statistics
 import sys
@@ -511,10 +512,7 @@ def parse(arguments):
 def main(arguments=None):
     """Train, print; 1 where the losses of the two are further apart than rounding explains, or one does not fall."""
     options = parse(arguments)
-    if options.numpy:
-        xp = np
-    else:
-        import cupy as xp
+    xp = importlib.import_module("numpy" if options.numpy else "cupy")
     size = sum(map(math.prod, shapes(options).values()))
     print(
         f"{size / 1e6:,.1f} million weights: {options.layers} layers, {options.heads} heads, width {options.width}, "

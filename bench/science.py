@@ -25,6 +25,7 @@ float64 NumPy. Memory is the peak beyond arrays given and returned. What does no
 """
 
 import argparse
+import importlib
 import statistics
 import sys
 from pathlib import Path
@@ -393,10 +394,7 @@ def parse(arguments):
 def main(arguments=None):
     """Print the table; 1 where an error of ours is larger than cancellation explains."""
     options = parse(arguments)
-    if options.numpy:
-        xp = np
-    else:
-        import cupy as xp
+    xp = importlib.import_module("numpy" if options.numpy else "cupy")
     print(f"{DIMENSIONS} dimensions, columns of targets: {options.columns}, epsilon {options.epsilon}, {xp.__name__}")
     print(line(COLUMNS))
     rows, wrong = [], []

@@ -17,6 +17,7 @@ graph, and a step of few sequences takes the host longer than the GPU.
 import argparse
 import collections
 import contextlib
+import importlib
 import statistics
 import sys
 import time
@@ -429,10 +430,7 @@ def parse(arguments):
 def main(arguments=None):
     """Serve, print, check; 1 where the checked request is too far from what it should be."""
     options = parse(arguments)
-    if options.numpy:
-        xp = np
-    else:
-        import cupy as xp
+    xp = importlib.import_module("numpy" if options.numpy else "cupy")
     stack = Stack(options, xp, ELEMENTS[options.dtype].dtype, options.share_weights)
     print(
         f"{options.layers} layers{', all with the weights of the first' if options.share_weights else ''}, "

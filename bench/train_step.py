@@ -10,6 +10,7 @@ shown as such.
 """
 
 import argparse
+import importlib
 import statistics
 import sys
 from pathlib import Path
@@ -81,10 +82,7 @@ def main(arguments=None):
     parser.add_argument("--numpy", action="store_true", help="float32 on the CPU instead of float16 on the GPU")
     options = parser.parse_args(arguments)
     batch = options.batch or max(TOKENS // options.length, 1)
-    if options.numpy:
-        xp = np
-    else:
-        import cupy as xp
+    xp = importlib.import_module("numpy" if options.numpy else "cupy")
     rows, apart = measure(batch, options.heads, options.length, options.head_dim, xp, options.rounds)
     sizes = f"{batch} x {options.heads} heads, length {options.length}, head_dim {options.head_dim}"
     print(f"{sizes}, causal, {xp.__name__}")
