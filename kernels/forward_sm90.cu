@@ -251,24 +251,21 @@ using Weights = uint32[STEPS][4];
 using Words = uint32[VALUE_DIM / 16][4];  // out, as elements
 using Rows = SoftmaxRow<float>[2];  // of a thread: row g and row g + 8 of the warp's 16
 
-// The row, of a thread's two, that element i of an accumulator belongs to, and its column.
+// The row, of a thread's two, that element i of an accumulator belongs to, and its column, from the thread's first on.
 __device__ constexpr int half_of(int i) { return i / 2 % 2; }
-__device__ __forceinline__ int column_of(int lane, int i) { return 8 * (i / 4) + lane % 4 * 2 + i % 2; }
+__device__ constexpr int column_of(int i) { return 8 * (i / 4) + i % 2; }
+__device__ __forceinline__ int first_column() { return lane_index() % 4 * 2; }
 
 // Hidden scores are selected to -inf, whatever they are: those of keys before their row's first and from its end on.
 __device__ __forceinline__ void hide_before(Scores& scores, const int (&first)[2]) {
-    const int lane = lane_index();
+    const int limit[2] = {first[0] - first_column(), first[1] - first_column()};
 #pragma unroll
-    for (int i = 0; i < TILE_K / 2; ++i) {
-        scores[i] = column_of(lane, i) >= first[half_of(i)] ? scores[i] : -INFINITE;
-    }
+    for (int i = 0; i < TILE_K / 2; ++i) scores[i] = limit[half_of(i)] <= column_of(i) ? scores[i] : -INFINITE;
 }
 __device__ __forceinline__ void hide_from(Scores& scores, const int (&end)[2]) {
-    const int lane = lane_index();
+    const int limit[2] = {end[0] - first_column(), end[1] - first_column()};
 #pragma unroll
-    for (int i = 0; i < TILE_K / 2; ++i) {
-        scores[i] = column_of(lane, i) < end[half_of(i)] ? scores[i] : -INFINITE;
-    }
+    for (int i = 0; i < TILE_K / 2; ++i) scores[i] = limit[half_of(i)] > column_of(i) ? scores[i] : -INFINITE;
 }
 
 // Scores, as integers, from which on a row's reference may have to rise.
@@ -298,7 +295,8 @@ struct Limits {
     }
 };
 
-// Raises the rows' references to what this tile needs; out is rescaled where one has moved.
+// Raises the rows' references to what this tile needs; out is rescaled where one has moved, or cleared for the FIRST.
+template <bool FIRST>
 __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores, const Scaled& score) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -310,8 +308,8 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
         const float factor = rows[half].raise(top * score.factor());
 #pragma unroll
         for (int i = 2 * half; i < VALUE_DIM / 2; i += 4) {
-            out[i] *= factor;
-            out[i + 1] *= factor;
+            out[i] = FIRST ? 0.0f : out[i] * factor;
+            out[i + 1] = FIRST ? 0.0f : out[i + 1] * factor;
         }
     }
 }
@@ -377,30 +375,37 @@ __device__ __forceinline__ void store_rows(const Args& args, const Work& work, u
                                            const Words& words) {
     const int lane = lane_index();
 #pragma unroll
-    for (int panel = 0; panel < OutTile::COUNT; ++panel) {
-        const uint32 place = staging + panel % OUT_STAGED * OutTile::PANEL_BYTES;
-        if (lane == 0) cp_async_bulk_wait_group_read<OUT_STAGED - 1>();  // the panel that was here has left
+    for (int first = 0; first < OutTile::COUNT; first += OUT_STAGED) {
+        auto place = [&](int panel) { return staging + (panel - first) * OutTile::PANEL_BYTES; };
+        if (lane == 0) cp_async_bulk_wait_group_read<0>();  // the panels that were here have left
         sync_warp();
 #pragma unroll
-        for (int step = 4 * panel; step < 4 * panel + 4 && step < VALUE_DIM / 16; ++step) {
-            stmatrix_x4(place + OutTile::offset(lane % 16, 2 * (step % 4) + lane / 16), words[step]);
+        for (int panel = first; panel < first + OUT_STAGED; ++panel) {
+#pragma unroll
+            for (int step = 4 * panel; step < 4 * panel + 4 && step < VALUE_DIM / 16; ++step) {
+                stmatrix_x4(place(panel) + OutTile::offset(lane % 16, 2 * (step % 4) + lane / 16), words[step]);
+            }
         }
         if (args.out_boxes) {
             fence_proxy_async();
             sync_warp();
-            if (lane == 0) {
-                const Corner corner{64 * panel, work.head, query_of(first_row, args.pack), work.batch0, work.batch1};
-                if (first_row < work.end_row) cp_async_bulk_tensor_store(args.out_map, place, corner);
-                cp_async_bulk_commit_group();  // of nothing, too, so that a place's group is always as long ago
+            if (lane == 0 && first_row < work.end_row) {
+#pragma unroll
+                for (int panel = first; panel < first + OUT_STAGED; ++panel) {
+                    cp_async_bulk_tensor_store(
+                        args.out_map, place(panel),
+                        {64 * panel, work.head, query_of(first_row, args.pack), work.batch0, work.batch1});
+                }
+                cp_async_bulk_commit_group();
             }
         } else {
             sync_warp();
 #pragma unroll 1
-            for (int n = lane; n < 16 * 8; n += WARP) {
-                const int r = n % 16, chunk = n / 16, column = 64 * panel + 8 * chunk;
+            for (int n = lane; n < 16 * 8 * OUT_STAGED; n += WARP) {
+                const int r = n % 16, chunk = n / 16, column = 64 * first + 8 * chunk;
                 if (first_row + r < work.end_row && column < args.value_dim) {
                     store_global(row_of(args, args.out, args.out_strides, work, first_row + r) + 2 * column,
-                                 load_shared<Vector16>(place + OutTile::offset(r, chunk)));
+                                 load_shared<Vector16>(place(first + chunk / 8) + OutTile::offset(r, chunk % 8)));
                 }
             }
             sync_warp();
@@ -580,12 +585,11 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
     finish();
     while (more) {
         release(KEYS_EMPTY, key.stage);
+        if (!QUERIES_HELD && tile == first_tile) release(QUERIES_EMPTY, consumer);
         key.advance();
         Rows rows;
-#pragma unroll
-        for (int i = 0; i < VALUE_DIM / 2; ++i) out[i] = 0.0f;
         hide();
-        raise(rows, out, scores, score);
+        raise<true>(rows, out, scores, score);
         Limits limits;
         limits.set(rows, score.factor());
         float shift[2] = {rows[0].shift(), rows[1].shift()};
@@ -604,6 +608,7 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
             wgmma_wait_group<1>();
             pin(scores);
             release(KEYS_EMPTY, KEYS);
+            if (!QUERIES_HELD && tile == first_tile) release(QUERIES_EMPTY, consumer);
             hide();
             const bool outgrown = any(limits.outgrown(scores));
             if (!outgrown) begin_weights(scores, shift, score);  // a branch keeps the compiler from waiting first
@@ -612,7 +617,7 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
             pin(weights);
             release(VALUES_EMPTY, VALUES);
             if (outgrown) {
-                raise(rows, out, scores, score);
+                raise<false>(rows, out, scores, score);
                 limits.set(rows, score.factor());
                 shift[0] = rows[0].shift(), shift[1] = rows[1].shift();
                 begin_weights(scores, shift, score);
@@ -642,7 +647,6 @@ __device__ __forceinline__ void consume(const Args& args, const Mask& mask, uint
                 }
             }
         }
-        if (!QUERIES_HELD) release(QUERIES_EMPTY, consumer);
         mbarrier_wait(barrier(shared, VALUES_FULL, value.stage), value.parity);
         pin(out);
         pin(weights);

@@ -1144,6 +1144,11 @@ MUTATIONS = (
         engine="sm90",
     ),
     Mutation(
+        "queries_released_before_their_last_product", "forward_sm90.cu",
+        "tile == first_tile) release(QUERIES_EMPTY, consumer);\n            hide();",
+        "tile == first_tile + 1) release(QUERIES_EMPTY, consumer);\n            hide();", HOPPER, engine="sm90",
+    ),
+    Mutation(
         "parity_of_values_not_flipped", "forward_sm90.cu", "if (VALUES == 1) value.parity ^= 1;", "", HOPPER,
         engine="sm90",
     ),
@@ -1153,11 +1158,11 @@ MUTATIONS = (
         "release(VALUES_EMPTY, VALUES);", HOPPER, engine="sm90",
     ),
     Mutation(
-        "proxy_fence_removed", "forward_sm90.cu", "        fence_proxy_async();\n", "", BOXED, engine="sm90",
+        "proxy_fence_removed", "forward_sm90.cu", "            fence_proxy_async();\n", "", BOXED, engine="sm90",
     ),
     Mutation(
         "staging_filled_before_it_has_left", "forward_sm90.cu",
-        "if (lane == 0) cp_async_bulk_wait_group_read<OUT_STAGED - 1>();  // the panel that was here has left", "",
+        "if (lane == 0) cp_async_bulk_wait_group_read<0>();  // the panels that were here have left", "",
         BOXED, engine="sm90",
     ),
     Mutation(
@@ -1174,7 +1179,7 @@ MUTATIONS = (
         HOPPER, engine="sm90",
     ),
     Mutation(
-        "hopper_rescale_left_out", "forward_sm90.cu", "                raise(rows, out, scores, score);\n", "",
+        "hopper_rescale_left_out", "forward_sm90.cu", "                raise<false>(rows, out, scores, score);\n", "",
         replace(HOPPER, scale=4.0), engine="sm90",
     ),
     Mutation(
