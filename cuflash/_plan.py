@@ -688,8 +688,8 @@ def hopper_dq_variant(dtype, dim):
 
 def rows_variant(dtype):
     """The kernel of backward that goes before: eight threads a row, and rows a block that fill tiles of queries."""
-    rows, warps = (16, 4) if dtype in ("float32", "float64") else (64, 8)
-    return Variant("backward_rows", dtype, "window", 256, 256, rows, 64, warps, 4, 1, 0)
+    rows, blocks = (16, 8) if dtype in ("float32", "float64") else (64, 7)
+    return Variant("backward_rows", dtype, "window", 256, 256, rows, 64, 4, blocks, 1, 0)
 
 
 def finish_variant(dtype):
