@@ -74,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int head = linear % args.heads, batch = linear / args.heads;
     const int batch0 = batch / args.batches1, batch1 = batch % args.batches1;
     const int warp = thread_index() / WARP, lane = thread_index() % WARP;
-    const int row = first + warp * ROUNDS * WARP_ROWS + lane / ROW_THREADS;                // of the first round
-    const int column = lane % ROW_THREADS, own = row + column * WARP_ROWS;  // the row that this thread ends
+    const int row = first + warp * ROUNDS * WARP_ROWS + lane / ROW_THREADS;  // of the first round
+    const int column = lane % ROW_THREADS, own = row + column * WARP_ROWS;    // the row that this thread ends
     const auto rows_of = [&](const char* base, const Strides& strides) {
         return Rows{base + strides.offset(batch0, batch1, head) + row * strides.row, WARP_ROWS * strides.row};
     };
