@@ -688,7 +688,7 @@ def hopper_dq_variant(dtype, dim):
 
 def rows_variant(dtype):
     """The kernel of backward that goes before: eight threads a row, and rows a block that fill tiles of queries."""
-    rows, blocks = (16, 8) if dtype in ("float32", "float64") else (64, 7)
+    rows, blocks = (16, 8) if dtype in ("float32", "float64") else (64, 6)
     return Variant("backward_rows", dtype, "window", 256, 256, rows, 64, 4, blocks, 1, 0)
 
 

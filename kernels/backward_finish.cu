@@ -23,13 +23,15 @@ constexpr int TOGETHER = sizeof(Real) == 4 ? 2 : 1;
 struct alignas(16) Accumulator {  // of a lane, for 16 x 8 numbers
     Real x[4];
 };
-__device__ __forceinline__ Accumulator load_sum(const char* sums, int lane) {
+// Or zeros, if it is not there to be read.
+template <typename Accumulator>
+__device__ __forceinline__ Accumulator load_sum(const char* sums, int lane, bool read) {
     if constexpr (sizeof(Real) == 4) {
-        return load_global<Accumulator>(sums + lane * SUM_LANE);
+        return __builtin_bit_cast(Accumulator, load_global_16(sums + lane * SUM_LANE, read));
     } else {
-        Accumulator sum;
+        Accumulator sum = {};
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sum.x[e] = load_global<Real>(sums + lane * SUM_LANE + e * SUM_NEXT);
+        for (int e = 0; read && e < 4; ++e) sum.x[e] = load_global<Real>(sums + lane * SUM_LANE + e * SUM_NEXT);
         return sum;
     }
 }
@@ -100,14 +102,14 @@ __device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, 
     Real zeros[2] = {};
 #pragma unroll 1
     for (int first = 0; first < args.columns; first += TOGETHER * COLUMNS) {
+        const char* const place = sums + (first / 8 * WARPS + block) * SUM_BYTES;
         Accumulator sum[TOGETHER][4];
 #pragma unroll
         for (int n = 0; n < TOGETHER; ++n) {
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
-                const int column = first + n * COLUMNS + 8 * m;
-                const char* const place = sums + (column / 8 * WARPS + block) * SUM_BYTES;
-                sum[n][m] = stored && column < args.columns ? load_sum(place, lane) : Accumulator{};
+                sum[n][m] = load_sum<Accumulator>(place + (4 * n + m) * WARPS * SUM_BYTES, lane,
+                                                  stored && first + n * COLUMNS < args.columns);
             }
         }
 #pragma unroll
