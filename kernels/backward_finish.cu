@@ -2,8 +2,8 @@
 // dq, dk or dv is not finite, that row again by the careful path.
 //
 // Where dq has been summed in global memory, a block owns TILE_Q of its rows of a head, as the main kernel's
-// accumulators left them (visits.cuh says who did): a warp takes 16 of them, and TOGETHER times COLUMNS are on their way
-// before it uses the first. A block owns an item as well, a tile of keys, for which it does nothing unless it is
+// accumulators left them (visits.cuh says who did): a warp takes 16 of them, and loads of TOGETHER times COLUMNS are
+// issued before the first is used. A block owns an item as well, a tile of keys, for which it does nothing unless it is
 // suspect. There may be more of the one or of the other. Memory limits both.
 #include "backward_args.cuh"
 #include "careful_gradients.cuh"
@@ -23,6 +23,7 @@ constexpr int TOGETHER = sizeof(Real) == 4 ? 2 : 1;
 struct alignas(16) Accumulator {  // of a lane, for 16 x 8 numbers
     Real x[4];
 };
+
 // Or zeros, if it is not there to be read.
 template <typename Accumulator>
 __device__ __forceinline__ Accumulator load_sum(const char* sums, int lane, bool read) {
