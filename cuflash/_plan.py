@@ -1210,7 +1210,7 @@ def _backward(problem, limits, engine, reason, variant, parts):
         more = {"schedule": schedule, "boxes": int("dq" in boxes)}
         steps.append(step(dq, heads * tiles, more, tensor_maps=maps("dq")))
     else:
-        finished = max(items, heads * -(-problem.queries // behind.tile_q))
+        finished = max(items, heads * -(-problem.queries // behind.tile_q))  # of both, one each a block
     steps.append(step(variant, min(items, blocks), tensor_maps=maps("dk", "dv"), cooperative=True))
     steps.append(step(behind, finished))
     return Plan(engine, reason, tuple(copies.values()), results + buffers, tuple(steps))
