@@ -688,8 +688,8 @@ def hopper_dq_variant(dtype, dim):
 
 def rows_variant(dtype):
     """The kernel of backward that goes before: eight threads a row, and rows a block that fill tiles of queries."""
-    rows, warps = (16, 4) if dtype in ("float32", "float64") else (64, 8)
-    return Variant("backward_rows", dtype, "window", 256, 256, rows, 64, warps, 4, 1, 0)
+    rows, blocks = (16, 8) if dtype in ("float32", "float64") else (64, 6)
+    return Variant("backward_rows", dtype, "window", 256, 256, rows, 64, 4, blocks, 1, 0)
 
 
 def finish_variant(dtype):
@@ -1210,7 +1210,7 @@ def _backward(problem, limits, engine, reason, variant, parts):
         more = {"schedule": schedule, "boxes": int("dq" in boxes)}
         steps.append(step(dq, heads * tiles, more, tensor_maps=maps("dq")))
     else:
-        finished += heads * -(-problem.queries // behind.tile_q)
+        finished = max(items, heads * -(-problem.queries // behind.tile_q))  # of both, one each a block
     steps.append(step(variant, min(items, blocks), tensor_maps=maps("dk", "dv"), cooperative=True))
     steps.append(step(behind, finished))
     return Plan(engine, reason, tuple(copies.values()), results + buffers, tuple(steps))

@@ -1,10 +1,10 @@
 // The end of the backward pass: dq = scale * dq_sum, rounded, in the rows of the caller's array; and, where a number of
 // dq, dk or dv is not finite, that row again by the careful path.
 //
-// Blocks of two kinds. The first, which there are where dq has been summed in global memory, own TILE_Q rows of dq of a
-// head, as the main kernel's accumulators left them (visits.cuh says who did): a warp takes 16 of them, 32 columns at a
-// time.
-// The others own an item, a tile of keys, and do nothing unless it is suspect. Memory limits both.
+// Where dq has been summed in global memory, a block owns TILE_Q of its rows of a head, as the main kernel's
+// accumulators left them (visits.cuh says who did): a warp takes 16 of them, and loads of TOGETHER times COLUMNS are
+// issued before the first is used. A block owns an item as well, a tile of keys, for which it does nothing unless it is
+// suspect. There may be more of the one or of the other. Memory limits both.
 #include "backward_args.cuh"
 #include "careful_gradients.cuh"
 #include "mask.cuh"
@@ -17,16 +17,22 @@ constexpr int THREADS = WARP * WARPS;
 static_assert(TILE_Q == 16 * WARPS, "TILE_Q: the rows of a block of dq_sum, 16 for every warp");
 static_assert(STAGES == 1 && SHARED_BYTES == 0, "STAGES, SHARED_BYTES: nothing is shared");
 
+constexpr int COLUMNS = 32;  // of a row, that its four lanes store together: of 16 bits in whole chunks
+constexpr int TOGETHER = sizeof(Real) == 4 ? 2 : 1;
+
 struct alignas(16) Accumulator {  // of a lane, for 16 x 8 numbers
     Real x[4];
 };
-__device__ __forceinline__ Accumulator load_sum(const char* sums, int lane) {
+
+// Or zeros, if it is not there to be read.
+template <typename Accumulator>
+__device__ __forceinline__ Accumulator load_sum(const char* sums, int lane, bool read) {
     if constexpr (sizeof(Real) == 4) {
-        return load_global<Accumulator>(sums + lane * SUM_LANE);
+        return __builtin_bit_cast(Accumulator, load_global_16(sums + lane * SUM_LANE, read));
     } else {
-        Accumulator sum;
+        Accumulator sum = {};
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sum.x[e] = load_global<Real>(sums + lane * SUM_LANE + e * SUM_NEXT);
+        for (int e = 0; read && e < 4; ++e) sum.x[e] = load_global<Real>(sums + lane * SUM_LANE + e * SUM_NEXT);
         return sum;
     }
 }
@@ -52,31 +58,31 @@ __device__ __forceinline__ Vector16 gather_chunk(const uint32 (&words)[4], int l
     return high ? Vector16{{other[0], other[1], own[0], own[1]}} : Vector16{{own[0], own[1], other[0], other[1]}};
 }
 
-// 32 columns of a row from `first` on, of which a lane has two of each 8, to where they belong; a row that is null to
+// COLUMNS of a row from `first` on, of which a lane has two of each 8, to where they belong; a row that is null to
 // nowhere. 16-bit elements leave in whole chunks. `zero` takes sums of 0 times a number: NaN where one is not finite.
 template <typename Element>
 __device__ __forceinline__ void store_columns(const Args& args, char* row, int first, int lane, int half,
                                               const Accumulator (&sums)[4], Real& zero) {
-    [[maybe_unused]] uint32 words[4];
+    Two numbers[4];
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-        const Real low = sums[m].x[2 * half] * args.scale, high = sums[m].x[2 * half + 1] * args.scale;
-        zero += (low - low) + (high - high);
-        const int column = first + 8 * m + lane % 4 * 2;
-        if constexpr (sizeof(Element) == 2) {
-            words[m] = cvt_pair(Element{}, low, high);
-            if (args.dq_wide && row != nullptr) {
-                if (column < args.head_dim) store_global(row + 4 * column, low);
-                if (column + 1 < args.head_dim) store_global(row + 4 * column + 4, high);
-            }
-        } else if (row != nullptr && column < args.head_dim) {
-            store_global(row + sizeof(Element) * column, Two{low, high});
-        }
+        numbers[m] = {sums[m].x[2 * half] * args.scale, sums[m].x[2 * half + 1] * args.scale};
+        zero += (numbers[m].low - numbers[m].low) + (numbers[m].high - numbers[m].high);
     }
-    if constexpr (sizeof(Element) == 2) {
+    const int end = row == nullptr ? 0 : args.head_dim;
+    if (sizeof(Element) == sizeof(Real) || args.dq_wide) {
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const int column = first + 8 * m + lane % 4 * 2;
+            if (column < end) store_global(row + static_cast<int>(sizeof(Real)) * column, numbers[m]);
+        }
+    } else if constexpr (sizeof(Element) == 2) {
+        uint32 words[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) words[m] = cvt_pair(Element{}, numbers[m].low, numbers[m].high);
         const Vector16 chunk = gather_chunk(words, lane);
         const int column = first + 8 * (lane % 4);
-        if (!args.dq_wide && row != nullptr && column < args.head_dim) store_global(row + 2 * column, chunk);
+        if (column < end) store_global(row + 2 * column, chunk);
     }
 }
 
@@ -95,17 +101,25 @@ __device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, 
     const int row = first + 16 * block + lane / 4;  // and 8 below
     char* const dq = args.dq + args.dq_strides.offset(batch0, batch1, head) + row * args.dq_strides.row;
     Real zeros[2] = {};
-    for (int n = 0; n < args.columns / 32; ++n) {
-        Accumulator sum[4];
+#pragma unroll 1
+    for (int first = 0; first < args.columns; first += TOGETHER * COLUMNS) {
+        const char* const place = sums + (first / 8 * WARPS + block) * SUM_BYTES;
+        Accumulator sum[TOGETHER][4];
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-            const char* place = sums + ((4 * n + m) * WARPS + block) * SUM_BYTES;
-            sum[m] = stored ? load_sum(place, lane) : Accumulator{};
+        for (int n = 0; n < TOGETHER; ++n) {
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                sum[n][m] = load_sum<Accumulator>(place + (4 * n + m) * WARPS * SUM_BYTES, lane,
+                                                  stored && first + n * COLUMNS < args.columns);
+            }
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            char* const here = row + 8 * half < args.queries ? dq + 8 * half * args.dq_strides.row : nullptr;
-            store_columns<Element>(args, here, 32 * n, lane, half, sum, zeros[half]);
+        for (int n = 0; n < TOGETHER; ++n) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                char* const here = row + 8 * half < args.queries ? dq + 8 * half * args.dq_strides.row : nullptr;
+                store_columns<Element>(args, here, first + n * COLUMNS, lane, half, sum[n], zeros[half]);
+            }
         }
     }
     sync_warp();  // what is written again must have been written
@@ -122,7 +136,6 @@ __device__ __forceinline__ void finish_rows(const Args& args, const Mask& mask, 
 
 // The rows of dk and dv of an item that are not finite.
 __device__ __forceinline__ void finish_item(const Args& args, const Mask& mask, int item) {
-    if (load_global<int>(args.suspects + 4 * static_cast<int64>(item)) == 0) return;
     const int key_heads = args.heads / args.group;
     const int first = item % args.key_tiles * args.tile_k, key_head = item / args.key_tiles % key_heads;
     const int64 batch = item / args.key_tiles / key_heads;
@@ -142,11 +155,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const Mask mask(args.keys, args.first_shift, args.end_shift);
     const int tiles = args.columns == 0 ? 0 : (args.queries + TILE_Q - 1) / TILE_Q;
     const int rows = args.items / args.key_tiles * args.group * tiles, work = static_cast<int>(fresh_block_index());
-    if (work < rows) {
-        finish_rows(args, mask, work / tiles, work % tiles * TILE_Q);
-    } else {
-        finish_item(args, mask, work - rows);
-    }
+    const bool suspect = work < args.items && load_global<int>(args.suspects + 4 * static_cast<int64>(work)) != 0;
+    // The main kernel's last sums first: the cache may hold them still.
+    const int place = rows - 1 - work;
+    if (place >= 0) finish_rows(args, mask, place / tiles, place % tiles * TILE_Q);
+    if (suspect) finish_item(args, mask, work);
 }
 
 }  // namespace cuflash

@@ -3,8 +3,9 @@
 //   row_delta = sum(dout * out) - dlse        row_lse = lse * log2 e
 //
 // Rows that see no key, and those that fill the last tile, get row_lse = inf, so that every weight exp2(s - row_lse)
-// of theirs is 0, and row_delta = 0. A block owns TILE_Q rows of a head, eight neighbouring threads a row, and
-// both operands are read once, 16 bytes at a time: memory limits it.
+// of theirs is 0, and row_delta = 0. A block owns TILE_Q rows of a head, eight neighbouring threads a row, ROUNDS rows
+// one after the other. Memory limits it: both operands are read once, 16 bytes at a time, of all of a thread's rows
+// before the first is used.
 #include "backward_args.cuh"
 #include "mask.cuh"
 #include "ptx.cuh"
@@ -14,31 +15,55 @@ namespace cuflash {
 
 constexpr int THREADS = WARP * WARPS;
 constexpr int ROW_THREADS = 8;
-static_assert(TILE_Q % (THREADS / ROW_THREADS) == 0, "TILE_Q: whole rounds of the rows that threads work on at once");
+constexpr int WARP_ROWS = WARP / ROW_THREADS;  // that a warp works on at once
+constexpr int ROUNDS = TILE_Q / (WARP_ROWS * WARPS);
+static_assert(TILE_Q == ROUNDS * WARP_ROWS * WARPS, "TILE_Q: whole rounds of the rows that threads work on at once");
+static_assert(ROUNDS <= ROW_THREADS, "ROUNDS: of a row's threads, each ends the row of one round at most");
 static_assert(STAGES == 1 && SHARED_BYTES == 0, "STAGES, SHARED_BYTES: nothing is shared");
 
+constexpr int CHUNK_NUMBERS = CHUNK / sizeof(Element);
 constexpr Real LOG2_E = 1.44269504088896340736;
 constexpr Real COARSEST = sizeof(Real) == 4 ? 0x1p26 : 0x1p55;  // from here on a row's lse is rounded by more than 1
 
 struct alignas(CHUNK) Chunk {  // neighbours that travel together
-    static constexpr int ELEMENTS = CHUNK / sizeof(Element);
-    Element x[ELEMENTS];
+    Element x[CHUNK_NUMBERS];
 };
 
-// This thread's share of the product of two rows: every eighth chunk, and what fills no chunk.
-__device__ __forceinline__ Real partial_product(const char* a, const char* b, int columns, int first_chunk) {
-    constexpr int SIZE = sizeof(Element);
-    auto add = [](Element x, Element y, Real sum) { return fused_multiply_add(to_real(x), to_real(y), sum); };
-    Real sum = 0;
-    int d = first_chunk * Chunk::ELEMENTS;
-#pragma unroll 4
-    for (; d + Chunk::ELEMENTS <= columns; d += ROW_THREADS * Chunk::ELEMENTS) {
-        const Chunk x = load_global<Chunk>(a + SIZE * d), y = load_global<Chunk>(b + SIZE * d);
-#pragma unroll
-        for (int n = 0; n < Chunk::ELEMENTS; ++n) sum = add(x.x[n], y.x[n], sum);
+// The rows that a thread works on, one a round, `step` bytes from each other.
+struct Rows {
+    const char* first;
+    int64 step;
+    __device__ __forceinline__ const char* at(int round, int d) const {
+        return first + round * step + d * static_cast<int>(sizeof(Element));
     }
-    for (; d < columns; ++d) sum = add(load_global<Element>(a + SIZE * d), load_global<Element>(b + SIZE * d), sum);
-    return sum;
+};
+
+// Adds to the sum of each row that is wanted the products from column d on: of a chunk, or of what fills none.
+__device__ __forceinline__ void add_products(Real (&sums)[ROUNDS], const Rows& a, const Rows& b,
+                                             const bool (&wanted)[ROUNDS], int d, int columns) {
+    auto add = [](Element x, Element y, Real& sum) { sum = fused_multiply_add(to_real(x), to_real(y), sum); };
+    if (d + CHUNK_NUMBERS <= columns) {
+        Vector16 x[ROUNDS], y[ROUNDS];
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            x[r] = load_global_16(a.at(r, d), wanted[r]);
+            y[r] = load_global_16(b.at(r, d), wanted[r]);
+        }
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const Chunk first = __builtin_bit_cast(Chunk, x[r]), second = __builtin_bit_cast(Chunk, y[r]);
+#pragma unroll
+            for (int n = 0; n < CHUNK_NUMBERS; ++n) add(first.x[n], second.x[n], sums[r]);
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+#pragma unroll 1
+            for (int n = d; wanted[r] && n < columns; ++n) {
+                add(load_global<Element>(a.at(r, n)), load_global<Element>(b.at(r, n)), sums[r]);
+            }
+        }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -48,29 +73,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int tile = static_cast<int>(fresh_block_index()), linear = tile / tiles, first = tile % tiles * TILE_Q;
     const int head = linear % args.heads, batch = linear / args.heads;
     const int batch0 = batch / args.batches1, batch1 = batch % args.batches1;
-    const int row = thread_index() / ROW_THREADS, column = thread_index() % ROW_THREADS;
-    const char* dout = args.dout + args.dout_strides.offset(batch0, batch1, head);
-    const char* out = args.out + args.out_strides.offset(batch0, batch1, head);
+    const int warp = thread_index() / WARP, lane = thread_index() % WARP;
+    const int row = first + warp * ROUNDS * WARP_ROWS + lane / ROW_THREADS;  // of the first round
+    const int column = lane % ROW_THREADS, own = row + column * WARP_ROWS;    // the row that this thread ends
+    const auto rows_of = [&](const char* base, const Strides& strides) {
+        return Rows{base + strides.offset(batch0, batch1, head) + row * strides.row, WARP_ROWS * strides.row};
+    };
+    const Rows dout = rows_of(args.dout, args.dout_strides), out = rows_of(args.out, args.out_strides);
+    bool inside[ROUNDS], own_inside = false;
 #pragma unroll
-    for (int r = 0; r < TILE_Q; r += THREADS / ROW_THREADS) {
-        const int i = first + r + row;
-        const int64 place = static_cast<int64>(linear) * args.queries + i;
-        const bool inside = i < args.queries && mask.first_key(i) < mask.end_key(i);
-        const Real lse = inside ? load_global<Real>(args.lse + sizeof(Real) * place) : Real(-INFINITE);
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int i = row + r * WARP_ROWS;
+        inside[r] = i < args.queries && mask.first_key(i) < mask.end_key(i);
+        if (column == r) own_inside = inside[r];
+    }
+    const int64 place = (static_cast<int64>(linear) * args.queries + own) * sizeof(Real);
+    const Real lse = own_inside ? load_global<Real>(args.lse + place) : Real(-INFINITE);
+    const Real dlse = own_inside && args.dlse != nullptr ? load_global<Real>(args.dlse + place) : Real(0);
+
+    Real sums[ROUNDS] = {}, delta = 0;
+#pragma unroll 1
+    for (int d = column * CHUNK_NUMBERS; d < args.value_dim; d += ROW_THREADS * CHUNK_NUMBERS) {
+        add_products(sums, dout, out, inside, d, args.value_dim);
+    }
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+#pragma unroll
+        for (int lanes = 1; lanes < ROW_THREADS; lanes *= 2) sums[r] += shuffle_xor(sums[r], lanes);
+        if (column == r) delta = sums[r];
+    }
+    if (column < ROUNDS) {
         const bool sees = lse != -INFINITE;
-        Real delta = 0;
-        if (sees) {
-            delta = partial_product(dout + i * args.dout_strides.row, out + i * args.out_strides.row,
-                                    args.value_dim, column);
-        }
-#pragma unroll
-        for (int lanes = 1; lanes < ROW_THREADS; lanes *= 2) delta += shuffle_xor(delta, lanes);
-        if (column != 0) continue;
-        if (sees && args.dlse != nullptr) delta -= load_global<Real>(args.dlse + sizeof(Real) * place);
         const Real row_lse = sees ? multiply(lse, LOG2_E) : Real(INFINITE);
-        const int64 to = static_cast<int64>(linear) * padded + i;
-        store_global(args.row_lse + sizeof(Real) * to, row_lse);
-        store_global(args.row_delta + sizeof(Real) * to, delta);
+        const int64 to = (static_cast<int64>(linear) * padded + own) * sizeof(Real);
+        store_global(args.row_lse + to, row_lse);
+        store_global(args.row_delta + to, sees ? delta - dlse : Real(0));
         if (is_finite(row_lse) && absolute(row_lse) >= COARSEST) store_global(args.turns + COARSE, 1);
     }
     if (args.clear) {

@@ -1188,26 +1188,30 @@ MUTATIONS = (
     ),
     # Gradients: before and behind the products
     in_backward(
-        "delta_of_half_the_threads", "lanes < ROW_THREADS; lanes *= 2) delta", "lanes < 4; lanes *= 2) delta", GRADIENT,
+        "delta_of_half_the_threads", "lanes < ROW_THREADS; lanes *= 2) sums", "lanes < 4; lanes *= 2) sums", GRADIENT,
         file="backward_rows.cu",
     ),
     in_backward(
-        "delta_without_the_end_of_a_row", "for (; d < columns; ++d) sum =", "for (; d < columns - 4; ++d) sum =",
+        "delta_without_the_end_of_a_row", "wanted[r] && n < columns; ++n", "wanted[r] && n < columns - 4; ++n",
         GRADIENT, file="backward_rows.cu",
     ),
     in_backward(
-        "gradient_of_lse_added", "delta -= load_global", "delta += load_global", GRADIENT, check_gradient_of_lse,
+        "delta_of_the_last_round", "if (column == r) delta", "if (column <= r) delta", GRADIENT,
+        file="backward_rows.cu",
+    ),
+    in_backward(
+        "gradient_of_lse_added", "delta - dlse", "delta + dlse", GRADIENT, check_gradient_of_lse,
         file="backward_rows.cu",
     ),
     in_backward(
         "dq_of_other_rows",
-        "low = sums[m].x[2 * half] * args.scale, high = sums[m].x[2 * half + 1] * args.scale;",
-        "low = sums[m].x[2 - 2 * half] * args.scale, high = sums[m].x[3 - 2 * half] * args.scale;", GRADIENT,
+        "sums[m].x[2 * half] * args.scale, sums[m].x[2 * half + 1] * args.scale",
+        "sums[m].x[2 - 2 * half] * args.scale, sums[m].x[3 - 2 * half] * args.scale", GRADIENT,
         file="backward_finish.cu",
     ),
     in_backward(
-        "dq_scaled_in_every_second_column", "high = sums[m].x[2 * half + 1] * args.scale;",
-        "high = sums[m].x[2 * half + 1];", GRADIENT, file="backward_finish.cu",
+        "dq_scaled_in_every_second_column", "sums[m].x[2 * half + 1] * args.scale}",
+        "sums[m].x[2 * half + 1]}", GRADIENT, file="backward_finish.cu",
     ),
     in_backward(
         "chunks_of_dq_swapped_in_a_quad", "shuffle_xor(high ? low_pair[n] : high_pair[n], 2);",
