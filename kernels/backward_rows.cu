@@ -46,8 +46,8 @@ __device__ __forceinline__ void add_products(Real (&sums)[ROUNDS], const Rows& a
         Vector16 x[ROUNDS], y[ROUNDS];
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
-            x[r] = load_global_16(a.at(r, d), wanted[r]);
-            y[r] = load_global_16(b.at(r, d), wanted[r]);
+            x[r] = load_global_16_once(a.at(r, d), wanted[r]);
+            y[r] = load_global_16_once(b.at(r, d), wanted[r]);
         }
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {

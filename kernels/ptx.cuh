@@ -145,6 +145,18 @@ __device__ __forceinline__ Vector16 load_global_16(const char* address, bool rea
     return v;
 }
 
+// The same with .cs: what nobody reads again leaves the caches before others.
+__device__ __forceinline__ Vector16 load_global_16_once(const char* address, bool read) {
+    Vector16 v;
+    asm volatile("{\n.reg .pred ignore;\nsetp.eq.u32 ignore, %5, 0;\n"
+                 "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+                 "@!ignore ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+                 : "l"(address), "r"(static_cast<uint32>(read))
+                 : "memory");
+    return v;
+}
+
 // cp.async: 16 bytes from global to shared, of which the first `bytes` are read and the rest are zeros.
 __device__ __forceinline__ void cp_async_16(uint32 shared, const char* global, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)

@@ -140,6 +140,9 @@ struct alignas(16) Vector16 {  // 16 bytes
 inline Vector16 load_global_16(const char* address, bool read, Site here = HERE) {
     return read ? load_global<Vector16>(address, here) : Vector16{};
 }
+inline Vector16 load_global_16_once(const char* address, bool read, Site here = HERE) {
+    return load_global_16(address, read, here);
+}
 
 // The bytes are read and written when the thread waits for the copy's group, not earlier; until then nobody may touch
 // the destination. Source addresses are checked at once.
