@@ -167,7 +167,7 @@ def _dims(rng, variant):
         "backward_f64": _plan.float64_backward_dims,
         "decode": _plan.decode_dims,
         "decode_8bit": _plan.decode_8bit_dims,
-        "decode_f32": _plan.decode_f32_dims,
+        "decode_real": _plan.decode_real_dims,
         "decode_latent": lambda *dims: dims[1] <= dims[0] > max(_plan.DECODE_TILES) and _plan.LATENT_DIMS,
     }.get(variant.kernel, _plan._padded)
     padded = _plan.cache_dims if variant.paged else padded
@@ -463,7 +463,7 @@ def main(argv=None):
     mains = {
         "forward": ("forward", "forward_f32", "forward_f64", "forward_sm90", "forward_f32_sm90"),
         "backward": ("backward", "backward_f32", "backward_f64", "backward_sm90"),
-        "decode": ("decode", "decode_8bit", "decode_f32", "decode_latent"),
+        "decode": ("decode", "decode_8bit", "decode_real", "decode_latent"),
     }
     variants = [variant for variant in variants if variant.kernel in mains[options.what]]
     if options.replay:

@@ -97,7 +97,7 @@ class Plan:
 # Tiles ----------------------------------------------------------------------------------------------------------
 
 EQUAL_DIMS = (32, 64, 96, 128, 192, 256)
-RARE_DIMS = (96, 192)  # of which the portable engine has one kernel for all masks on Hopper
+RARE_DIMS = (32, 96, 192)  # of which the portable engine has one kernel for all masks on Hopper
 MIXED_DIMS = (64, 128, 256)  # where head_dim and value_dim fall into different sizes: fewer, to keep variants few
 
 
@@ -272,8 +272,9 @@ def variants(limits):
     found |= {float64_backward_variant(dim, dim, limits): None for dim in FLOAT64_BACKWARD_DIMS}
     for dtype in ("float32", "float64"):
         found |= {rows_variant(dtype): None, finish_variant(dtype): None}
+        found |= {decode_real_variant(dtype, dim, limits): None for dim in DECODE_REAL_TILES}
+        found |= {append_variant(dtype): None}
     found |= {decode_8bit_variant(kind, dim, limits): None for kind in FORMATS for dim in DECODE_8BIT_TILES}
-    found |= {decode_f32_variant(dim, limits): None for dim in DECODE_F32_TILES} | {append_variant("float32"): None}
     return tuple(found)
 
 
@@ -404,26 +405,28 @@ def decode_8bit_variant(kv_format, dim, limits):
     )  # fmt: skip
 
 
-# Tiles of decode from caches of float32, likewise, and blocks a multiprocessor: three sizes, one tile of rows.
-DECODE_F32_TILES = {
+# Tiles of decode from caches of float32, likewise, and blocks a multiprocessor: three sizes, one tile of rows. Of
+# float64 a tile has half as many keys, which are as many bytes, and at 256 half as many rows: more spill.
+DECODE_REAL_TILES = {
     64: ((32, 3, 2, 2), (32, 2, 2, 2)),
     128: ((16, 3, 2, 2), (16, 2, 2, 2)),
     256: ((16, 3, 2, 1), (16, 2, 2, 1), (16, 1, 2, 1)),  # a ring is 64 KB
 }
 
 
-def decode_f32_dims(head_dim, value_dim):
-    """The same of decode from caches of float32."""
-    return _alike(DECODE_F32_TILES, head_dim, value_dim)
+def decode_real_dims(head_dim, value_dim):
+    """The same of decode from caches of float32 and float64."""
+    return _alike(DECODE_REAL_TILES, head_dim, value_dim)
 
 
-def decode_f32_variant(dim, limits):
-    """The kernel of decode from caches of float32 for a padded head dim, of v too."""
-    tile_q = 8
-    for tile_k, warps, stages, blocks in DECODE_F32_TILES[dim]:
-        weights = 4 * tile_k * (tile_q + 4)
-        shared = 4 * tile_q * dim + warps * (8 * stages * tile_k * dim + 8 * tile_q + weights) + 16
-        found = Variant("decode_f32", "float32", "window", dim, dim, tile_q, tile_k, warps, blocks, stages, shared)
+def decode_real_variant(dtype, dim, limits):
+    """The kernel of decode from caches of float32 or float64 for a padded head dim, of v too."""
+    itemsize, tile_q = ELEMENTS[dtype].itemsize, 4 if (dtype, dim) == ("float64", 256) else 8
+    for keys, warps, stages, blocks in DECODE_REAL_TILES[dim]:
+        tile_k = 4 * keys // itemsize
+        ring, weights = 2 * itemsize * stages * tile_k * dim, tile_k * (itemsize * tile_q + 16)
+        shared = itemsize * tile_q * dim + warps * (ring + 2 * itemsize * tile_q + weights) + 16
+        found = Variant("decode_real", dtype, "window", dim, dim, tile_q, tile_k, warps, blocks, stages, shared)
         if shared <= limits.shared_bytes:
             break
     return found
@@ -470,8 +473,8 @@ def decode_variant_of(kind, head_dim, value_dim, limits, rows=1):
     """The kernel of decode for caches of a dtype or format, head dims as given and so many packed rows."""
     if max(head_dim, value_dim) > max(DECODE_TILES):
         return latent_variant(kind, limits, rows)
-    if kind == "float32":
-        return decode_f32_variant(decode_f32_dims(head_dim, value_dim)[0], limits)
+    if kind in ("float32", "float64"):
+        return decode_real_variant(kind, decode_real_dims(head_dim, value_dim)[0], limits)
     if kind in FORMATS:
         return decode_8bit_variant(kind, decode_8bit_dims(head_dim, value_dim)[0], limits)
     return decode_variant(kind, decode_dims(head_dim, value_dim)[0], limits, rows)
@@ -485,23 +488,14 @@ def append_variant(dtype):
 # Engines --------------------------------------------------------------------------------------------------------
 
 
-GPU_DTYPES = {
-    "forward": tuple(ELEMENTS),
-    "backward": tuple(ELEMENTS),
-    "decode": (*HALVES, "float32"),
-}
-
-
 def plan(problem, limits):
     """Choose engine, variant, copies and launches for a problem. ``limits`` is None where there is no GPU."""
     if problem.library == "numpy":
         return Plan("numpy", "the arrays are NumPy's")
-    wanted = HALVES if problem.cached else GPU_DTYPES[problem.function]
-    if problem.dtype not in wanted:
-        cached = " with lengths" if problem.cached else ""
+    if problem.cached and problem.dtype not in HALVES:
         raise NotImplementedError(
-            f"{problem.function}: has no GPU kernel for {problem.dtype}{cached} yet; "
-            f"wanted {', '.join(wanted[:-1])} or {wanted[-1]}, or NumPy arrays"
+            f"{problem.function}: has no GPU kernel for {problem.dtype} with lengths yet; "
+            f"wanted {' or '.join(HALVES)}, or NumPy arrays"
         )
     portable, hopper = {
         "forward": (_portable_forward, _hopper_float32 if problem.dtype == "float32" else _hopper_forward),
@@ -966,9 +960,9 @@ def _portable_decode(problem, limits, reason):
             args["q_strides"] = (0, *_rotated(problem).strides[:3])
     if splits > 1:
         items = sequences * problem.key_heads * tiles
-        record = 4 * min(rows, variant.tile_q) * (variant.value_dim + 4)  # a row's quads, then its reference and sum
+        record = min(rows, variant.tile_q) * (variant.value_dim + 4)  # a row's quads, then its reference and sum
         buffers += (
-            Buffer("parts", (items * splits, record // 4), "float32", (0,)),
+            Buffer("parts", (items * splits, record), element.lse.name, (0,)),
             Buffer("arrived", (items,), "int32", (), zeroed=True),
         )
     together = LARGEST_GRID // max(blocks, 1)  # sequences of a launch
@@ -1046,7 +1040,7 @@ def _append(problem, q, paging):
     if problem.cos:
         positions, half = problem.cos.shape
         args |= {"half": half if positions else 0, "positions": min(positions, LONGEST)}
-        args["wide"] = int(problem.cos.dtype == "float32")
+        args["single"] = int(problem.cos.dtype == "float32")
         for table in (problem.cos, problem.sin):
             args |= dict(zip((f"{table.name}_step", f"{table.name}_column"), table.strides, strict=True))
         buffers += (Buffer("rotated", (*rotated.shape[:3], rotated.strides[2] // itemsize), problem.dtype, (0, 1, 2)),)

@@ -77,7 +77,7 @@ def _backward_args(maps="", more=(), scale=np.float32):
     )
 
 
-def _decode_args():
+def _decode_args(scale_log2=np.float32):
     sizes = (
         "queries capacity appended heads group head_dim value_dim key_heads tiles splits fewest first_sequence "
         "pages page_size page_multiplier page_shift left right top_left out_vectors bfloat16 k_slots v_slots"
@@ -88,7 +88,7 @@ def _decode_args():
             *((f"{name}_strides", _STRIDES) for name in "q k v out k_scale v_scale".split()),
             *((name, np.int64) for name in "length_stride table_stride table_step".split()),
             *((name, np.uint32 if name == "page_multiplier" else np.int32) for name in sizes.split()),
-            ("scale_log2", np.float32),
+            ("scale_log2", scale_log2),
         ]
     )
 
@@ -97,7 +97,7 @@ def _append_args():
     wide = "cos_step cos_column sin_step sin_column length_stride table_stride table_step overflow_stride"
     sizes = (
         "items first_sequence rows queries appended capacity rotated_heads key_heads head_dim value_dim half positions "
-        "interleaved wide pages page_size page_multiplier page_shift k_vectors v_vectors"
+        "interleaved single pages page_size page_multiplier page_shift k_vectors v_vectors"
     )
     return _struct(
         [
@@ -148,8 +148,8 @@ KERNELS = {
     "append": ("append.cu", _append_args()),
     "decode": ("decode.cu", _decode_args()),
     "decode_8bit": ("decode_8bit.cu", _decode_args()),
-    "decode_f32": ("decode_f32.cu", _decode_args()),
     "decode_latent": ("decode_latent.cu", _decode_args()),
+    "decode_real": ("decode_real.cu", {name: _decode_args(name) for name in ("float32", "float64")}),
     "backward_rows": ("backward_rows.cu", _BACKWARD_ARGS),
     "backward": ("backward.cu", _backward_args()),
     "backward_f32": ("backward_f32.cu", _BACKWARD_ARGS["float32"]),

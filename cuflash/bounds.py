@@ -81,8 +81,9 @@ tiles make parts of dk and dv too, so that n is no more than the longest has, an
 is rounded and multiplied at the end, and what broadcasting stretched is added before the last rounding.
 
 In float64 every u is twice that of the format, since the reference rounds too. Tensor cores round each sum of a product
-in float64 to nearest, in an order that is not written down, so that D terms cost D roundings there too; the exponential
-is a polynomial that errs by one unit in the last place, the reference's by another.
+in float64 to nearest, in an order that is not written down, so that D terms cost D roundings there too, as they do in
+`decode`, by multiply-adds; the exponential is a polynomial that errs by one unit in the last place, the reference's by
+another.
 
 The bound is infinite where a score leaves the format of the accumulator, or a result that of the output.
 """
@@ -232,8 +233,15 @@ def _paths():
 
 
 PATHS = _paths()
-# Float32 of decode: not split, and summed tile by tile all the same.
-_MULTIPLY_ADDS = replace(PATHS["portable float32"], u_sum=2.0**-24, u_weight=0.0, product=0, tiny=2.0**-126)
+# Decode in float32 is not split, and summed tile by tile all the same; in float64 tiles have 8 keys. That each of them
+# is summed by itself is not counted on there, for the reference sums as it comes.
+_MULTIPLY_ADDS = {
+    path: replace(path, **changes)
+    for path, changes in (
+        (PATHS["portable float32"], {"u_sum": 2.0**-24, "u_weight": 0.0, "product": 0, "tiny": 2.0**-126}),
+        (PATHS["portable float64"], {"tile": 8}),
+    )
+}
 
 
 def path_of(path):
@@ -376,8 +384,7 @@ def decode(
     Bounded
     """
     path = path_of(path)
-    if path == PATHS["portable float32"]:
-        path = _MULTIPLY_ADDS
+    path = _MULTIPLY_ADDS.get(path, path)
     if path.lag:
         path = replace(path, merges=2)
     scaled = None

@@ -1,12 +1,12 @@
 // The step before decode's: the newest keys and values of sequences go into their caches, and q and keys are rotated
-// to their positions; for elements of 16 bits or float32, on any GPU since sm_80.
+// to their positions; for elements of 16 bits, float32 or float64, on any GPU since sm_80.
 //
 //   k_new, v_new (sequences, key_heads, queries, head_dim or value_dim) -> k, v from position `lengths` on
 //   q (sequences, heads, queries, head_dim) -> rotated, where there are tables cos and sin (positions, half)
 //   lengths -> totals, those that decode goes by, and overflow, 1 for a sequence whose rows do not fit, else 0
 //
 // Rotation turns pairs (x, y) of columns by angles that grow with the position (Su et al., "RoFormer", 2021), in
-// float32, each result rounded once:
+// float32 (float64 for float64), each result rounded once:
 //
 //   x' = x cos - y sin      y' = y cos + x sin
 //
@@ -20,6 +20,7 @@
 #include "element.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
+#include "real.cuh"
 
 namespace cuflash {
 
@@ -48,7 +49,7 @@ struct Args {
     int rotated_heads, key_heads, head_dim, value_dim;
     int half, positions;  // pairs of a row that are rotated, and rows of the tables
     int interleaved;      // whether pairs are neighbours, else `half` columns apart
-    int wide;             // whether tables are float32, else of the elements' type
+    int single;           // whether tables are float32, else of the elements' type
     int pages, page_size;
     uint32 page_multiplier;  // see Divisor
     int page_shift;
@@ -100,8 +101,8 @@ __device__ __forceinline__ void copy_row(const char* from, const Steps& source, 
     }
 }
 
-__device__ __forceinline__ float angle_part(const char* address, bool wide) {
-    return wide ? load_global<float>(address) : to_real(load_global<Element>(address));
+__device__ __forceinline__ Real angle_part(const char* address, bool single) {
+    return single ? load_global<float>(address) : to_real(load_global<Element>(address));
 }
 
 // Columns beyond the pairs are copied.
@@ -111,11 +112,11 @@ __device__ __forceinline__ void rotate_row(const Args& args, const char* from, c
     const char* sin = args.sin + position * args.sin_step;
     for (int n = lane_index(); n < args.half; n += WARP) {
         const int d = args.interleaved ? 2 * n : n, e = args.interleaved ? 2 * n + 1 : n + args.half;
-        const float x = to_real(load_global<Element>(from + d * source.column));
-        const float y = to_real(load_global<Element>(from + e * source.column));
-        const float c = angle_part(cos + n * args.cos_column, args.wide);
-        const float s = angle_part(sin + n * args.sin_column, args.wide);
-        const float turned = fused_multiply_add(x, c, -multiply(y, s));
+        const Real x = to_real(load_global<Element>(from + d * source.column));
+        const Real y = to_real(load_global<Element>(from + e * source.column));
+        const Real c = angle_part(cos + n * args.cos_column, args.single);
+        const Real s = angle_part(sin + n * args.sin_column, args.single);
+        const Real turned = fused_multiply_add(x, c, -multiply(y, s));
         store_global(to + d * target.column, rounded<Element>(turned));
         store_global(to + e * target.column, rounded<Element>(fused_multiply_add(y, c, multiply(x, s))));
     }

@@ -7,6 +7,7 @@
 // one after the other. Memory limits it: both operands are read once, 16 bytes at a time, of all of a thread's rows
 // before the first is used.
 #include "backward_args.cuh"
+#include "element.cuh"
 #include "mask.cuh"
 #include "ptx.cuh"
 #include "tile.cuh"

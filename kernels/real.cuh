@@ -1,10 +1,18 @@
 // What sums of a kernel's elements are made of.
 #pragma once
 
-#include "element.cuh"
+#include "ptx.cuh"
 
 namespace cuflash {
 
-using Real = decltype(to_real(Element{}));
+template <int WIDTH>
+struct RealOf {
+    using Type = float;
+};
+template <>
+struct RealOf<8> {
+    using Type = double;
+};
+using Real = RealOf<sizeof(Element)>::Type;
 
 }  // namespace cuflash

@@ -10,7 +10,7 @@
 
 namespace cuflash {
 
-static_assert(TILE_K % 16 == 0, "TILE_K: whole steps of 16 keys");
+static_assert(TILE_K % (MULTIPLY_ADDS ? 8 : 16) == 0, "TILE_K: whole steps of 16 keys, of 8 rows of copies");
 static_assert(STAGES > 1, "STAGES: one to copy to while another is read");
 
 using KeyTile = Tile<HEAD_DIM * WIDTH / 2>;
@@ -24,13 +24,13 @@ constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 struct Shared {
     char queries[QUERY_BYTES];
     char rings[WARPS][RING_BYTES];  // a warp's stages of keys and values; at the end, its rows of out
-    SoftmaxRow<float> rows[WARPS][TILE_Q];
+    SoftmaxRow<Real> rows[WARPS][TILE_Q];
     alignas(16) int last;  // whether this block is the last of its rows
 };
-// Behind it: of 8 bits, factors of rows of scores; of float32, weights of a tile, of each warp and key so far apart
-// that lanes which write together meet no bank twice.
+// Behind it: of 8 bits, factors of rows of scores; of float32 and float64, weights of a tile, of each warp and key so
+// far apart that lanes which write together meet no bank twice.
 constexpr int FACTOR_BYTES = WIDTH == 1 ? TILE_Q * sizeof(float) : 0;
-constexpr int WEIGHT_PITCH = (TILE_Q + 4) * sizeof(float), WEIGHT_BYTES = MULTIPLY_ADDS ? TILE_K * WEIGHT_PITCH : 0;
+constexpr int WEIGHT_PITCH = TILE_Q * sizeof(Real) + CHUNK, WEIGHT_BYTES = MULTIPLY_ADDS ? TILE_K * WEIGHT_PITCH : 0;
 static_assert(sizeof(Shared) + FACTOR_BYTES + WARPS * WEIGHT_BYTES == SHARED_BYTES,
               "SHARED_BYTES: what the rings and rows take");
 constexpr int RINGS_START = OFFSET_OF(Shared, rings), ROWS_START = OFFSET_OF(Shared, rows);
@@ -266,7 +266,7 @@ __device__ __forceinline__ void hide(Scores& scores, const Mask& mask, const Pag
 
 // In shared memory rows of out lie so far apart that lanes which write together, 8 or 16 bytes each, meet no bank
 // twice.
-constexpr int OUT_PITCH = (VALUE_DIM + 16 / WIDTH) * sizeof(float);
+constexpr int OUT_PITCH = (VALUE_DIM + 16 / WIDTH) * sizeof(Real);
 static_assert(TILE_Q * OUT_PITCH <= RING_BYTES, "STAGES: room for a warp's rows of out");
 
 // Row r of the sum of the warps' parts.
@@ -275,9 +275,9 @@ __device__ __forceinline__ Part sum_of_warps(uint32 shared, int r) {
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) {
         const uint32 ring = shared + RINGS_START + warp * RING_BYTES + r * OUT_PITCH;
-        const uint32 row = shared + ROWS_START + (warp * TILE_Q + r) * sizeof(SoftmaxRow<float>);
-        part.add(load_shared<SoftmaxRow<float>>(row),
-                 [&](int column) { return load_shared<Quad>(ring + column * sizeof(float)); });
+        const uint32 row = shared + ROWS_START + (warp * TILE_Q + r) * sizeof(SoftmaxRow<Real>);
+        part.add(load_shared<SoftmaxRow<Real>>(row),
+                 [&](int column) { return load_shared<Quad>(ring + column * sizeof(Real)); });
     }
     return part;
 }
@@ -297,7 +297,7 @@ __device__ __forceinline__ void join(const Args& args, const Paged& place, const
                                      Store store) {
     sync_warp();
     leave(shared + RINGS_START + warp_index() * RING_BYTES,
-          shared + ROWS_START + warp_index() * TILE_Q * sizeof(SoftmaxRow<float>));
+          shared + ROWS_START + warp_index() * TILE_Q * sizeof(SoftmaxRow<Real>));
     sync_threads();
     conclude(args, place, work, shared + LAST_START, [&](int r) { return sum_of_warps(shared, r); }, store);
 }

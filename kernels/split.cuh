@@ -13,6 +13,7 @@
 #include "mask.cuh"
 #include "place.cuh"
 #include "ptx.cuh"
+#include "real.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 
@@ -21,7 +22,7 @@ namespace cuflash {
 constexpr int THREADS = WARP * WARPS;
 constexpr int WIDTH = sizeof(Element);             // bytes of a cache's element
 constexpr int ROW_WIDTH = WIDTH == 1 ? 2 : WIDTH;  // and of one of q and out
-constexpr bool MULTIPLY_ADDS = WIDTH == 4;         // in place of tensor cores
+constexpr bool MULTIPLY_ADDS = WIDTH >= 4;         // in place of tensor cores
 static_assert(TILE_Q % (MULTIPLY_ADDS ? 4 : 16) == 0, "TILE_Q: 16 rows, one A operand, or a multiple");
 constexpr int BLOCKS = (TILE_Q + 15) / 16;  // of 16 rows, one A operand each
 
@@ -30,13 +31,13 @@ __device__ __forceinline__ int row_of(int block, int half) { return 16 * block +
 
 // Rows of q of 16 bits lie as tensor cores read them, wider ones one behind the other: all lanes read the same of them.
 template <int WIDTH>
-struct QueryRows : Tile<HEAD_DIM> {};
-template <>
-struct QueryRows<4> {
-    static constexpr int PITCH = HEAD_DIM * 4;
+struct QueryRows {
+    static constexpr int PITCH = HEAD_DIM * WIDTH;
     static constexpr int CHUNKS = PITCH / CHUNK;
     static __device__ __forceinline__ uint32 offset(uint32 row, uint32 chunk) { return row * PITCH + chunk * CHUNK; }
 };
+template <>
+struct QueryRows<2> : Tile<HEAD_DIM> {};
 
 using QueryTile = QueryRows<ROW_WIDTH>;
 constexpr int QUERY_BYTES = TILE_Q * QueryTile::PITCH;
@@ -66,7 +67,7 @@ struct Args {
     int out_vectors;            // rows of out can be written 16 bytes at a time
     int bfloat16;               // 8-bit caches: of what dtype q and out are; else the variant says so
     int k_slots, v_slots;       // whether scales are one a slot, not one a head
-    float scale_log2;           // scale * log2 e, positive
+    Real scale_log2;            // scale * log2 e, positive
 };
 template struct ArgsLayout<Args>;
 
@@ -128,7 +129,7 @@ __device__ __forceinline__ void load_queries(const Args& args, const Paged& plac
 constexpr int QUAD = 4;
 constexpr int PIECES = (VALUE_DIM + QUAD * WARP - 1) / (QUAD * WARP);
 struct alignas(16) Quad {
-    float values[QUAD];
+    Real values[QUAD];
 };
 struct alignas(8) Pair {
     float low, high;
@@ -136,14 +137,14 @@ struct alignas(8) Pair {
 __device__ __forceinline__ int column_of(int piece) { return (piece * WARP + lane_index()) * QUAD; }
 
 struct Part {
-    SoftmaxRow<float> row;
+    SoftmaxRow<Real> row;
     Quad out[PIECES] = {};
 
     // Adds a row over other keys, of which `load(column)` gives a quad of out.
     template <typename Load>
-    __device__ __forceinline__ void add(const SoftmaxRow<float>& other, Load load) {
-        const float factor = row.raise(other.reference);
-        const float weight = other.sum == 0 ? 0.0f : ex2_approx(other.shift() - row.shift());  // 0: it has seen nothing
+    __device__ __forceinline__ void add(const SoftmaxRow<Real>& other, Load load) {
+        const Real factor = row.raise(other.reference);
+        const Real weight = other.sum == 0 ? Real(0) : exp2_of(other.shift() - row.shift());  // 0: it has seen nothing
         row.sum = fused_multiply_add(weight, other.sum, row.sum);
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {
@@ -158,7 +159,7 @@ struct Part {
 };
 
 // In global memory a row of a part is its quads, then its reference and sum.
-constexpr int PART_PITCH = (VALUE_DIM + QUAD) * sizeof(float);
+constexpr int PART_PITCH = (VALUE_DIM + QUAD) * sizeof(Real);
 
 __device__ __forceinline__ int64 tile_index(const Args& args, const Paged& place) {
     return (static_cast<int64>(place.sequence) * args.key_heads + place.key_head) * args.tiles + place.tile;
@@ -174,8 +175,8 @@ __device__ __forceinline__ Part sum_of_splits(const Args& args, const Paged& pla
 #pragma unroll 8  // as many loads on their way
     for (int split = 0; split < splits; ++split) {
         const char* row = part_row(args, place, split, r);
-        part.add(load_global<SoftmaxRow<float>>(row + VALUE_DIM * sizeof(float)),
-                 [&](int column) { return load_global<Quad>(row + column * sizeof(float)); });
+        part.add(load_global<SoftmaxRow<Real>>(row + VALUE_DIM * sizeof(Real)),
+                 [&](int column) { return load_global<Quad>(row + column * sizeof(Real)); });
     }
     return part;
 }
@@ -215,20 +216,20 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
                                       Write write, Careful careful) {
     char* out = const_cast<char*>(place.row(args.out, args.out_strides, row));
     const int64 head = static_cast<int64>(place.sequence) * args.heads + place.head_of(row), i = place.query(row);
-    char* lse = args.lse + (head * args.queries + i) * sizeof(float);
-    const float inverse = part.row.inverse_sum();
-    float finite = 0.0f;
+    char* lse = args.lse + (head * args.queries + i) * sizeof(Real);
+    const Real inverse = part.row.inverse_sum();
+    Real finite = 0;
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
 #pragma unroll
         for (int e = 0; e < QUAD; ++e) {
-            float& x = part.out[p].values[e];
+            Real& x = part.out[p].values[e];
             x *= inverse;
             finite += x - x;
         }
     }
     if (args.lse != nullptr && lane_index() == 0) store_global(lse, part.row.lse());
-    const bool suspect = any((finite != 0.0f && is_finite(inverse)) || part.row.too_coarse());
+    const bool suspect = any((finite != 0 && is_finite(inverse)) || part.row.too_coarse());
     if (suspect && exist(args, mask.first_key(i), mask.end_key(i))) {
         careful(row, out, lse, mask.first_key(i), mask.end_key(i));
         return;
@@ -241,9 +242,9 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
 __device__ __forceinline__ void store_part(char* row, const Part& part) {
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
-        if (column_of(p) < VALUE_DIM) store_global(row + column_of(p) * sizeof(float), part.out[p]);
+        if (column_of(p) < VALUE_DIM) store_global(row + column_of(p) * sizeof(Real), part.out[p]);
     }
-    if (lane_index() == 0) store_global(row + VALUE_DIM * sizeof(float), part.row);
+    if (lane_index() == 0) store_global(row + VALUE_DIM * sizeof(Real), part.row);
 }
 
 // Says that this block's part is stored; true for the block that comes last, for whom all parts are there.
@@ -259,9 +260,9 @@ __device__ __forceinline__ bool arrive(char* arrived, int splits, uint32 last) {
 }
 
 // Makes sums those of all lanes of a row; NaN where a page is missing, and so is all that they become part of.
-template <int LANES>
-__device__ __forceinline__ void finish(SoftmaxRow<float>& row, bool missing) {
-    row.finish<LANES>();
+template <int LANES, typename Real>
+__device__ __forceinline__ void finish(SoftmaxRow<Real>& row, bool missing) {
+    row.template finish<LANES>();
     if (missing) row.sum = INFINITE - INFINITE;
 }
 // The end of a block's rows: `part_of(r)` is what its keys make of row r of its tile, `store(r, part)` writes what the

@@ -18,7 +18,7 @@ KERNELS = {"numpy": DTYPES, "emulated sm90": SIXTEEN_BIT}  # dtypes of engines t
 each_engine = pytest.mark.parametrize("engine", ENGINES, indirect=True, scope="module")
 each_dtype = pytest.mark.parametrize(
     "engine, dtype",
-    [(engine, dtype) for engine in ENGINES for dtype in KERNELS.get(engine, _plan.GPU_DTYPES["backward"])],
+    [(engine, dtype) for engine in ENGINES for dtype in KERNELS.get(engine, DTYPES)],
     indirect=["engine"],
     scope="module",
 )

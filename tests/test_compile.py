@@ -38,7 +38,6 @@ def jobs():
         dims = [(dim, rows) for dim in _plan.DECODE_TILES for rows in (1, 17)]
         chosen += {_plan.decode_variant(dtypes[0], dim, limits, rows): None for dim, rows in dims}
         chosen += [_plan.decode_8bit_variant(kind, dim, limits) for kind in FORMATS for dim in _plan.DECODE_8BIT_TILES]
-        chosen += [_plan.decode_f32_variant(dim, limits) for dim in _plan.DECODE_F32_TILES]
         chosen += [_plan.cache_variant(dtypes[0], dim, dim, limits) for dim in _plan.CACHE_DIMS]
         chosen += [_plan.forward_variant("float32", "full", dim, dim, limits) for dim in _plan.FLOAT32_TILES]
         chosen += [_plan.forward_variant("float64", "full", *pair, limits) for pair in _plan.FLOAT64_TILES]
@@ -46,7 +45,10 @@ def jobs():
         chosen += [_plan.float64_backward_variant(dim, dim, limits) for dim in _plan.FLOAT64_BACKWARD_DIMS]
         chosen += [make(dtypes[0]) for make in (_plan.append_variant, _plan.rows_variant, _plan.finish_variant)]
         around = (_plan.rows_variant, _plan.finish_variant)
-        chosen += [make(dtype) for dtype in ("float32", "float64") for make in around]
+        for dtype in ("float32", "float64"):
+            chosen += [make(dtype) for make in around]
+            chosen += [_plan.decode_real_variant(dtype, dim, limits) for dim in _plan.DECODE_REAL_TILES]
+        chosen.append(_plan.append_variant("float64"))
         for variant in chosen:
             yield variant, int("".join(map(str, limits.capability)))
 

@@ -346,7 +346,7 @@ def test_a_gpu_call_writes_out_with_any_strides(recipe, layout):
     assert np.array_equal(out.host, wanted.host, equal_nan=True)
 
 
-GRADIENTS = {**SMALL, "dtypes": _plan.GPU_DTYPES["backward"]}
+GRADIENTS = {**SMALL, "dtypes": tuple(DTYPES)}
 
 
 @settings(max_examples=150)
@@ -1063,28 +1063,29 @@ def test_an_empty_out_is_legal(shape):
     assert cuflash.forward(x(batch, heads, queries, 8), k, x(batch, 2, 5, value_dim), out=out) is out
 
 
-@pytest.mark.parametrize(
-    "function, count, keywords, sentence",
-    [
-        (
-            "decode", 3, {"dtype": np.float64},
-            "has no GPU kernel for float64 yet; wanted float16, bfloat16 or float32, or NumPy arrays",
-        ),
-        (
-            "forward", 3, {"lengths": on_gpu(1, dtype=np.int32)},
-            "has no GPU kernel for float32 with lengths yet; wanted float16 or bfloat16, or NumPy arrays",
-        ),
-    ],
-)  # fmt: skip
-def test_no_gpu_kernel_yet(function, count, keywords, sentence):
-    kind = {name: x for name, x in keywords.items() if name == "dtype"}
-    keywords = {name: x for name, x in keywords.items() if name not in kind}
-    arrays = [on_gpu(1, 1, 4, 8, **kind) for _ in range(count)]
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_no_gpu_kernel_yet(dtype):
+    arrays = [on_gpu(1, 1, 4, 8, dtype=np.dtype(dtype)) for _ in range(3)]
     with pretended_gpu():
-        for call in (getattr(cuflash, function), partial(cuflash.explain, function)):
+        for call in (cuflash.forward, partial(cuflash.explain, "forward")):
             with pytest.raises(NotImplementedError) as error:
-                call(*arrays, **keywords)
-            assert str(error.value) == f"{function}: {sentence}"
+                call(*arrays, lengths=on_gpu(1, dtype=np.int32))
+            assert str(error.value) == (
+                f"forward: has no GPU kernel for {dtype} with lengths yet; wanted float16 or bfloat16, or NumPy arrays"
+            )
+
+
+def test_decode_explains_a_kernel_for_each_dtype():
+    """Of several splits, which make parts in the dtype of sums."""
+    for dtype in DTYPES:
+        kind = ELEMENTS[dtype]
+        problem = planned_problem(testing.CacheRecipe(lengths=(2000,), dtype=dtype, splits=4))
+        plan = _plan.plan(problem, HOPPER)
+        assert plan.variant.element == dtype and plan.variant.args["scale_log2"] == kind.lse
+        assert {each.name: each.dtype for each in plan.buffers} == {
+            "out": dtype, "lse": kind.lse.name, "parts": kind.lse.name, "arrived": "int32",
+        }  # fmt: skip
+        assert f"decode{'_real' * (kind.itemsize > 2)}_{kind.short}_" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -1369,13 +1370,13 @@ def planned_problem(recipe):
 
 @pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
 @settings(max_examples=200)
-@given(testing.caches(dtypes=("float16", "bfloat16", "float32")) | testing.caches(formats=(None,), latent=True))
+@given(testing.caches(dtypes=tuple(DTYPES)) | testing.caches(formats=(None,), latent=True))
 def test_every_plan_of_decode_asks_for_a_listed_variant(limits, recipe):
     problem = planned_problem(recipe)
     plan = _plan.plan(problem, limits)
     before = recipe.append or recipe.rotary
     kind = recipe.kv_format or recipe.dtype
-    named = {"int8": "decode_8bit", "e4m3": "decode_8bit", "float32": "decode_f32"}
+    named = {"int8": "decode_8bit", "e4m3": "decode_8bit", "float32": "decode_real", "float64": "decode_real"}
     named = dict.fromkeys(named, "decode_latent") | {kind: "decode_latent"} if recipe.latent else named
     kernels = (["append"] if before else []) + [named.get(kind, "decode")]
     assert plan.engine == "portable"
@@ -1632,7 +1633,7 @@ def planned_backward(q, k, v, limits=HOPPER, engine=None, **keywords):
 @pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
 @settings(max_examples=300)
 @given(
-    st.integers(1, 256), st.integers(0, 256), st.sampled_from(_plan.GPU_DTYPES["backward"]),
+    st.integers(1, 256), st.integers(0, 256), st.sampled_from(tuple(DTYPES)),
     st.sampled_from((False, True)), st.sampled_from((None, (3, 3))), st.integers(1, 2000), st.integers(1, 2000),
     st.sampled_from((None, "portable")),
 )  # fmt: skip
@@ -2125,7 +2126,8 @@ for dtype in ("float16", "float32", "float64"):
     EXAMPLES += [_plan.rows_variant(dtype), _plan.finish_variant(dtype), _plan.backward_variant(dtype, 64, 64, HOPPER)]
 EXAMPLES += [_plan.append_variant("float16"), _plan.decode_variant("float16", 64, HOPPER)]
 EXAMPLES += [_plan.decode_8bit_variant("e4m3", 64, HOPPER), _plan.cache_variant("float16", 64, 64, HOPPER)]
-EXAMPLES += [_plan.decode_f32_variant(64, HOPPER), _plan.append_variant("float32")]
+for dtype in ("float32", "float64"):
+    EXAMPLES += [_plan.decode_real_variant(dtype, 64, HOPPER), _plan.append_variant(dtype)]
 EXAMPLES += [_plan.latent_variant("float16", HOPPER)]
 EXAMPLES = list(dict.fromkeys(EXAMPLES))  # float32 and float64 have one kernel for all masks
 
@@ -2217,6 +2219,6 @@ def test_args_lie_where_the_struct_puts_them(kernel, real):
     pointers = "q k v dout out lse dlse dq dk dv row_lse row_delta dq_sum turns suspects"
     forward = _variant.FORWARD_POINTERS
     others = {"append": _variant.APPEND_POINTERS, "forward_parts": forward["forward_f32_sm90"]} | forward
-    others |= dict.fromkeys(("decode", "decode_8bit", "decode_f32", "decode_latent"), _variant.DECODE_POINTERS)
+    others |= dict.fromkeys(("decode", "decode_8bit", "decode_real", "decode_latent"), _variant.DECODE_POINTERS)
     pointers = others.get(kernel, pointers if kernel.startswith("backward") else "q k v out lse")
     assert args.names[: len(pointers.split())] == tuple(pointers.split()), "a launch packs the pointers first"

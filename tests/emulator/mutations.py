@@ -605,7 +605,7 @@ MUTATIONS = (
         )
     ),
     *(
-        Mutation(name, "decode_f32.cu", old, new, recipe, check)
+        Mutation(name, "decode_real.cu", old, new, recipe, check)
         for name, old, new, recipe, check in (
             (
                 "queries_of_float32_not_waited_for", "sync_threads();  // the rows of q are here", "",
