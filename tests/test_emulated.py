@@ -41,11 +41,13 @@ CASES = [  # check, dtype, dims, engine, examples, perhaps capability: hundreds 
     *(("check_bound", dtype, dims, "sm90", 4) for dtype in ("float32", "tf32") for dims in SPLIT),
     *((check.__name__, dtype, None, "portable", 25) for check in testing.decode_checks for dtype in DTYPES[:2]),
     *((check.__name__, "float32", None, "portable", 40) for check in testing.decode_checks),
+    *((check.__name__, "float64", None, "portable", 20) for check in testing.decode_checks),
     *((check.__name__, kind, None, "portable", 25) for check in testing.decode_checks for kind in FORMATS),
     *(("check_decode_bound", DTYPES[n % 2], dims, "portable", 4) for n, dims in enumerate(DECODE)),
     *((check.__name__, dtype, None, "portable", 30) for check in testing.prefill_checks for dtype in DTYPES[:2]),
     *(("check_prefill_bound", DTYPES[n % 2], dims, "portable", 4) for n, dims in enumerate(DECODE)),
-    *(("check_decode_bound", kind, dims, "portable", 4) for kind in (*FORMATS, "float32") for dims in DECODE[::3]),
+    *(("check_decode_bound", kind, dims, "portable", 4) for kind in (*FORMATS, *DTYPES[2:]) for dims in DECODE[::3]),
+    *(("check_decode_bound", "float64", dims, "portable", 4, SMALL) for dims in DECODE[::3]),
     *((check.__name__, dtype, "latent", "portable", 12) for check in testing.latent_checks for dtype in DTYPES[:2]),
     *(
         ("check_decode_bound", dtype, "latent", "portable", 12, device)

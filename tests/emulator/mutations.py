@@ -383,6 +383,7 @@ PREFILL_ONE_STAGE = replace(PREFILL, heads=1, key_heads=1, queries=40, head_dim=
 # The same in float32: rows of 16-byte quads, a lane a key and two; rows of two tiles.
 SINGLE = replace(CACHE, dtype="float32", heads=12, page_size=16)
 WIDE_SINGLE = replace(SINGLE, head_dim=100, value_dim=72)
+DOUBLE = replace(SINGLE, dtype="float64", value_dim=30)  # rows of 16-byte pairs, and no whole quads
 
 # The same from 8 bits: pages of no whole runs, of whole ones, and none; scales of slots and of heads.
 INT8 = replace(CACHE, dtype="bfloat16", kv_format="int8", k_scale="slot", v_scale="slot")
@@ -477,11 +478,11 @@ MUTATIONS = (
                 STEEP_CACHE, testing.check_decode_bound,
             ),
             (
-                "parts_weighed_alike", "ex2_approx(other.shift() - row.shift())", "1.0f",
+                "parts_weighed_alike", "exp2_of(other.shift() - row.shift())", "Real(1)",
                 STEEP_CACHE, testing.check_decode_bound,
             ),
             (
-                "part_without_keys_weighed", "other.sum == 0 ? 0.0f : ex2", "ex2", replace(FIRST_ROWS, scale=40.0),
+                "part_without_keys_weighed", "other.sum == 0 ? Real(0) : exp2", "exp2", replace(FIRST_ROWS, scale=40.0),
                 testing.check_decode_bound,
             ),
             (
@@ -497,7 +498,7 @@ MUTATIONS = (
                 "args.arrived + place.tile * sizeof(int);", BUSY, testing.check_decode_splits,
             ),
             (
-                "hidden_values_of_decode_not_noticed", "any((finite != 0.0f && is_finite(inverse)) ||", "any(",
+                "hidden_values_of_decode_not_noticed", "any((finite != 0 && is_finite(inverse)) ||", "any(",
                 WINDOWED, testing.check_decode_hidden_keys,
             ),
         )
@@ -620,8 +621,8 @@ MUTATIONS = (
                 testing.check_decode_bound,
             ),
             (
-                "row_raised_alone", "const float factor = row.raise(top);",
-                "const float factor = 1.0f + 0 * row.raise(top);", replace(SINGLE, scale=4.0),
+                "row_raised_alone", "const Real factor = row.raise(top);",
+                "const Real factor = 1.0f + 0 * row.raise(top);", replace(SINGLE, scale=4.0),
                 testing.check_decode_bound,
             ),
             (
@@ -637,15 +638,31 @@ MUTATIONS = (
                 replace(SINGLE, queries=3), testing.check_decode_bound,
             ),
             (
-                "code_for_too_few_rows", "if (work.rows <= 4) {", "if (work.rows <= 8) {",
+                "code_for_too_few_rows", "work.rows <= 4) {", "work.rows <= 8) {",
                 SINGLE, testing.check_decode_bound,
             ),
             (
-                "quad_beyond_a_row_written", "if (column < args.value_dim) store_global(to + column * WIDTH, Quad",
-                "if (column <= args.value_dim) store_global(to + column * WIDTH, Quad", SINGLE,
-                testing.check_decode_bound,
+                "chunk_beyond_a_row_written", "if (column + c < args.value_dim) store_global",
+                "if (column + c <= args.value_dim) store_global", SINGLE, testing.check_decode_bound,
+            ),
+            (
+                "pair_beyond_a_row_of_float64_written", "if (column + c < args.value_dim) store_global",
+                "if (column < args.value_dim) store_global", DOUBLE, testing.check_decode_bound,
+            ),
+            (
+                "weights_of_float64_in_float32", "exp2_of(fused_multiply_add(scores[r + e], score.factor(), -row.shift()))",
+                "exp2_of(float(fused_multiply_add(scores[r + e], score.factor(), -row.shift())))",
+                DOUBLE, testing.check_decode_bound,
             ),
         )
+    ),
+    Mutation(
+        "parts_of_float64_in_float32", "split.cuh", "const Real weight = other.sum", "const float weight = other.sum",
+        DOUBLE, testing.check_decode_bound,
+    ),
+    Mutation(
+        "angles_of_float64_in_float32", "append.cu", "const Real c = angle_part", "const float c = angle_part",
+        replace(ROTARY, dtype="float64", angles="float64"), testing.check_decode_bound,
     ),
     Mutation(
         "queries_not_waited_for", "decode.cu", "sync_threads();  // the rows of q are here", "", CACHE,
