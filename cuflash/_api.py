@@ -224,8 +224,8 @@ def decode(
 ):  # fmt: skip
     """Attention of each sequence's newest rows against its cache, to which it may append their keys and values first.
 
-    On a GPU for float16, bfloat16 and float32, head dims to 256; in 16 bits, head_dim to 576 and value_dim to 512 where
-    ``v_cache`` is ``k_cache[..., :value_dim]``, as in multi-head latent attention [2]_.
+    On a GPU head dims to 256; in 16 bits, head_dim to 576 and value_dim to 512 where ``v_cache`` is
+    ``k_cache[..., :value_dim]``, as in multi-head latent attention [2]_.
 
     Parameters
     ----------
@@ -292,8 +292,6 @@ def decode(
     TypeError, ValueError
         As in `forward`, also for caches that cannot be appended to; for NumPy arrays also for lengths beyond the cache
         and pages that do not exist, of keys that are there before the call.
-    NotImplementedError
-        For CuPy arrays of float64.
 
     Notes
     -----

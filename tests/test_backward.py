@@ -8,7 +8,7 @@ import pytest
 from drawn import DTYPES, changed
 
 import cuflash
-from cuflash import _plan, bounds, reference, testing
+from cuflash import bounds, reference, testing
 
 ENGINES = ["numpy", "emulated portable", "emulated sm90", "portable", "sm90"]
 draw = partial(drawn.draw, dtype="float16")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import _compile, _launch, _plan, bounds, reference, testing
+from cuflash import _compile, _launch, bounds, reference, testing
 
 try:
     import cupy

@@ -650,7 +650,8 @@ MUTATIONS = (
                 "if (column < args.value_dim) store_global", DOUBLE, testing.check_decode_bound,
             ),
             (
-                "weights_of_float64_in_float32", "exp2_of(fused_multiply_add(scores[r + e], score.factor(), -row.shift()))",
+                "weights_of_float64_in_float32",
+                "exp2_of(fused_multiply_add(scores[r + e], score.factor(), -row.shift()))",
                 "exp2_of(float(fused_multiply_add(scores[r + e], score.factor(), -row.shift())))",
                 DOUBLE, testing.check_decode_bound,
             ),
