@@ -520,6 +520,24 @@ def test_8_bit_caches_of_all_kinds(kv_format, scales):
         assert_same(results, decoded(problem, arrays))
 
 
+@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_caches_of_float32_and_float64_of_all_kinds(dtype, append):
+    """Drawn problems of every padded size, many splits and one, pages and none, few rows, a tile of them and more."""
+    for n in range(30):
+        dims = ((64, 64), (128, 128), (256, 256), (40, 33), (100, 126), (200, 130))[n % 6]
+        problem = cache(
+            lengths=(1 + 37 * n, 1500, 0, 700), dtype=dtype, page_size=(None, 16, 7, 1, 64)[n % 5],
+            queries=(1, 1, 2, 5)[n % 4], head_dim=dims[0], value_dim=dims[1], splits=(None, 1, 9)[n % 3], seed=n,
+            planted=n % 2 == 1, append=append, rotary=16 * append, angles=(dtype, "float32")[n // 2 % 2],
+        )  # fmt: skip
+        arrays = problem.arrays(cupy)
+        results = decoded(problem, arrays)
+        assert_decoded(problem, results)
+        if not append:
+            assert_same(results, decoded(problem, arrays))
+
+
 LATENT = {"key_heads": 1, "head_dim": 576, "value_dim": 512, "latent": True, "dtype": "bfloat16"}
 
 
