@@ -17,8 +17,9 @@
 // 12 of shared memory and leave room to wait, where 16 would take 20; more rows than a tile has find keys in the L2
 // cache. Tensor cores would add to this the splitting of every number into three.
 //
-// Of float64 512 bytes are half as many numbers, and half as many multiply-adds a cycle: 8 cycles again. Chunks serve
-// half as many rows or columns, which costs nothing of q and two cycles of weights.
+// Of float64 512 bytes are half as many numbers, and half as many multiply-adds are a cycle: 8 again. Chunks serve half
+// as many rows or columns, which costs nothing of q, two cycles more of weights, and lanes that have a key together
+// take 2 cycles for exponentials, 20 instructions each. Of 256 columns registers hold out of 4 rows, which are a tile.
 #include "careful_cache.cuh"
 #include "score.cuh"
 #include "rings.cuh"

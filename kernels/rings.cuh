@@ -10,7 +10,7 @@
 
 namespace cuflash {
 
-static_assert(TILE_K % (MULTIPLY_ADDS ? 8 : 16) == 0, "TILE_K: whole steps of 16 keys, of 8 rows of copies");
+static_assert(TILE_K % (MULTIPLY_ADDS ? 8 : 16) == 0, "TILE_K: whole steps of 16 keys, or 8");
 static_assert(STAGES > 1, "STAGES: one to copy to while another is read");
 
 using KeyTile = Tile<HEAD_DIM * WIDTH / 2>;
