@@ -42,6 +42,7 @@ struct Turn {
 template <typename Args>
 __device__ __forceinline__ Turn turn_of(const Args& args, int block) {
     const int lane = lane_index(), items = args.key_heads * args.tiles;  // of a sequence
+    const Turn none = {0, 1, 1, 0, true};
     int total = 0, longest = 0;
     for (int first = 0; first < args.sequences; first += WARP) {
         const int tiles = tiles_of(args, first + lane);
@@ -51,7 +52,8 @@ __device__ __forceinline__ Turn turn_of(const Args& args, int block) {
     total = redux_add(total);
     longest = redux_max(longest);
     if (8 * total >= 7 * longest * args.sequences) {  // alike
-        return {0, args.splits, args.fewest, block, block >= args.sequences * items * args.splits};
+        if (block < args.sequences * items * args.splits) return {0, args.splits, args.fewest, block, false};
+        return none;
     }
     const int filling = clamp(parts_of(total * items, args.wave), args.short_share, args.usual_share);
     const int share = maximum(parts_of(total * items, args.waves), filling);
@@ -78,7 +80,7 @@ __device__ __forceinline__ Turn turn_of(const Args& args, int block) {
             return {first + found, shuffle_from(splits, found), 1, block - shuffle_from(end - blocks, found), false};
         }
     }
-    return {0, 1, 1, 0, true};
+    return none;
 }
 
 template <typename Args>
