@@ -1562,6 +1562,78 @@ def test_splits_share_each_key_once(capacity, splits, batch_invariant, sequences
             assert all(end - start == 1024 for start, end in runs[:-1]) and runs[-1][1] - runs[-1][0] <= 1024
 
 
+def splits_of(args, tiles):
+    """Splits of sequences whose rows see so many tiles of keys, as ``kernels/shares.cuh`` shares them out."""
+    if 8 * sum(tiles) >= 7 * max(tiles) * len(tiles):
+        return [args["splits"]] * len(tiles)
+    total = sum(tiles) * args["key_heads"] * args["tiles"]
+    filling = min(max(-(-total // args["wave"]), args["short_share"]), args["usual_share"])
+    share = max(-(-total // args["waves"]), filling)
+    return [max(-(-each // share), 1) for each in tiles]
+
+
+def ragged_step(sequences, capacity, key_heads, queries, head_dim, limits=HOPPER, **keywords):
+    """The plan of a batch of which only the device knows the lengths, and its launch."""
+    q = np.broadcast_to(np.float16(0), (sequences, 4 * key_heads, queries, head_dim))
+    k = np.broadcast_to(np.float16(0), (sequences, key_heads, capacity, head_dim))
+    given = NO_TABLES | {"lengths": np.zeros(sequences, np.int32)}
+    given |= {"scale": None, "causal": True, "window": None, "splits": None, "batch_invariant": False} | keywords
+    problem = _problem.decode(q, k, k, **given)
+    plan = _plan.plan(replace(problem, library="cupy", device=0), limits)
+    return plan, plan.steps[-1]
+
+
+@pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
+@settings(max_examples=150)
+@given(
+    st.integers(2, 1024), st.integers(1, 10**5), st.integers(1, 40), st.sampled_from((1, 3, 17, 70)),
+    st.sampled_from((32, 128, 256)), st.sampled_from((None, (100, None), (5000, 0))), st.integers(0, 2**32),
+)  # fmt: skip
+def test_a_grid_has_room_for_all_lengths(limits, sequences, capacity, key_heads, queries, head_dim, window, seed):
+    plan, step = ragged_step(sequences, capacity, key_heads, queries, head_dim, limits, window=window)
+    args, tile_k = step.args, step.variant.tile_k
+    assert args["sequences"] == sequences and len(plan.steps) == 1
+    items, rng = args["key_heads"] * args["tiles"], np.random.default_rng(seed)
+    parts = {buffer.name: buffer.shape[0] for buffer in plan.buffers}.get("parts", 0)
+    uneven = np.exp(rng.uniform(0, math.log(capacity + 1), sequences)).astype(int)
+    few = np.where(np.arange(sequences) < 1 + seed % 3, capacity, 1)
+    for lengths in (uneven, few, np.full(sequences, capacity), rng.integers(0, capacity + 1, sequences), 0 * few):
+        lengths = np.minimum(lengths, capacity)
+        first = 0 if window is None else np.clip(lengths - queries - window[0], 0, lengths)
+        tiles = np.where(lengths > first, (lengths - 1) // tile_k + 1 - first // tile_k, 0).tolist()
+        splits = splits_of(args, tiles)
+        assert sum(splits) * items <= step.grid, "a split has no block"
+        assert step.grid <= parts or max(splits) == 1 or splits[0] == args["splits"] == 1, "a part has no room"
+        assert 8 * sum(tiles) < 2**31 and sum(tiles) * items + args["waves"] < 2**31
+
+
+def test_splits_follow_all_lengths():
+    """Of 64 sequences from 100 to 64k keys, no block has much more than a quarter of a multiprocessor's share."""
+    plan, step = ragged_step(64, 65536, 8, 1, 128)
+    args = step.args
+    for seed in range(10):
+        lengths = np.exp(np.random.default_rng(seed).uniform(math.log(100), math.log(65536), 64)).astype(int)
+        tiles = [-(-int(length) // step.variant.tile_k) for length in lengths]
+        splits = splits_of(args, tiles)
+        longest = max(-(-each // n) for each, n in zip(tiles, splits, strict=True))
+        assert max(splits) > 8 and longest <= 8 * sum(tiles) / (4 * 2 * HOPPER.processors) + 1
+        assert sum(splits) * 8 <= 4 * 2 * HOPPER.processors + 64 * 8
+    assert splits_of(args, [512] * 64) == [args["splits"]] * 64, "alike: as many each as if they were full"
+    for fixed in ({"splits": 4}, {"batch_invariant": True}, {"lengths": None}):
+        _, step = ragged_step(64, 65536, 8, 1, 128, **fixed)
+        assert "sequences" not in step.args and step.grid == 64 * 8 * step.args["splits"]
+    _, step = ragged_step(1, 65536, 8, 1, 128)  # one alone has nobody to share with
+    assert "sequences" not in step.args
+    _, step = ragged_step(8, 512, 8, 1, 128)  # what takes no time has no blocks to spare
+    assert step.grid == 8 * 8 * step.args["splits"]
+
+
+def test_lengths_of_too_many_sequences_are_not_read_by_each():
+    for sequences, capacity in ((_plan.MOST_RAGGED + 1, 100), (1024, 2**25)):
+        _, step = ragged_step(sequences, capacity, 8, 1, 128)
+        assert "sequences" not in step.args and step.grid == sequences * 8 * step.args["splits"]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 48, 255, 256, 257, 1000, 2**29 + 1, 10**9])
 def test_pages_are_found_without_division(size):
     pages = 10**9 // size
