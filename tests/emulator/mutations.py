@@ -467,12 +467,11 @@ MUTATIONS = (
         NO_ROOM, testing.check_decode_overflow,
     ),
     *(
-        Mutation(name, "shares.cuh", old, new, RAGGED, testing.check_decode_bound)
+        Mutation(name, "shares.cuh", old, new, RAGGED, testing.check_decode_bound, blocks=3)
         for name, old, new in (
             ("length_beyond_the_last_read", "    if (sequence >= args.sequences) return 0;\n", ""),
-            ("shorter_splits_than_blocks", "args.waves), filling);", "args.waves), filling) / 2;"),
+            ("shorter_splits_than_blocks", "args.waves), filling);", "args.waves), filling) / 4;"),
             ("short_splits_left_out", "rank >= 0; --rank", "rank > 0; --rank"),
-            ("splits_of_two_ranks", "(rank == 0 || part > rank * whole)", "(rank == 0 || part >= rank * whole)"),
             ("blocks_of_longer_splits_not_taken_off", "                block -= all;\n", ""),
             ("blocks_of_sequences_before_not_taken_off", "block - shuffle_from(end - blocks, found)", "block"),
             ("sum_of_some_lanes_before", "distance = 1; distance < WARP;", "distance = 1; distance < WARP / 2;"),
@@ -483,11 +482,11 @@ MUTATIONS = (
         for name, old, new, recipe, check in (
             (
                 "parts_from_its_own_on", "part_row(args, r) - place.split * pitch;", "part_row(args, r);",
-                RAGGED, testing.check_decode_bound,
+                CACHE, testing.check_decode_bound,
             ),
             (
                 "parts_of_other_rows", "args.tiles * part_pitch(args);", "part_pitch(args);",
-                replace(BUSY, queries=9), testing.check_decode_bound,
+                replace(BUSY, queries=20), testing.check_decode_bound,
             ),
             (
                 "tile_dropped_at_the_end_of_a_split",
