@@ -892,11 +892,11 @@ FEWEST_BESIDE_OTHERS = 1024  # keys of a split, where there are blocks enough wi
 # Keys of a split where caches are full, so that one long sequence among short ones does not take long: with 4096, 1.03
 # of the time where all are long.
 MOST_KEYS = 16384
-# Where sequences differ in length, the device shares out their keys; see ``kernels/shares.cuh``. A block that ends leaves
-# its multiprocessor to the one beside it, and the last ones to end leave most of the device to nobody, so that many
-# short splits would be best, but each costs about as much as 300 keys. By a model of both, 64 sequences with 8 key heads
-# and lengths from 100 to 64k, log-uniform, take 0.87 of the time that they need at least with 4 waves of blocks, the
-# longest first, 0.83 with 2, 0.77 with 1, and 0.83 with 4 in the order of sequences; with a split each 0.71.
+# Where sequences differ in length, the device shares out their keys; see ``kernels/shares.cuh``. A block that ends
+# leaves its multiprocessor to the one beside it, and the last ones to end leave the rest of the device to nobody: many
+# short splits are best for that, but each costs as much as some 300 keys. A model of both, of 64 sequences with 8 key
+# heads and lengths from 100 to 64k, log-uniform, says that 4 waves of blocks, the longest splits first, reach 0.87 of
+# what is ideal, 2 waves 0.86, 4 in the order of sequences 0.83, and splits that are alike 0.71.
 RAGGED_WAVES = 4  # at most
 RAGGED_KEYS = 2048  # of a split where there are more than one wave; in one, from SHORT_KEYS to so many
 MOST_RAGGED = 1024  # sequences, whose lengths each warp of each block reads

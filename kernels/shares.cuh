@@ -57,6 +57,7 @@ __device__ __forceinline__ Turn turn_of(const Args& args, int block) {
     }
     const int filling = clamp(parts_of(total * items, args.wave), args.short_share, args.usual_share);
     const int share = maximum(parts_of(total * items, args.waves), filling);
+    if (block >= total * items / share + args.sequences * items) return none;  // what follows would find out, later
 #pragma unroll 1
     for (int rank = RANKS - 1; rank >= 0; --rank) {
 #pragma unroll 1
