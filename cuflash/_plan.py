@@ -898,7 +898,9 @@ MOST_KEYS = 16384
 # heads and lengths from 100 to 64k, log-uniform, says that 4 waves of blocks, the longest splits first, reach 0.87 of
 # what is ideal, 2 waves 0.86, 4 in the order of sequences 0.83, and splits that are alike 0.71.
 RAGGED_WAVES = 4  # at most
-RAGGED_KEYS = 2048  # of a split where there are more than one wave; in one, from SHORT_KEYS to so many
+# Keys of a split where there is more than one wave. Where that would be less than one, splits are shorter: down to
+# SHORT_KEYS while two blocks share a multiprocessor, and below that, a block on each, down to a tile for each warp.
+RAGGED_KEYS = 2048
 MOST_RAGGED = 1024  # sequences, whose lengths each warp of each block reads
 # Of values that are columns of keys, parts are long: 2 KB a row, which the block that comes last adds by itself. With
 # splits as many as the root of this share of the keys, that takes about as long as what a split has to do.
@@ -1103,8 +1105,7 @@ def _splits(problem, variant, limits, items):
         # splits, 247 with 8. Short splits are no gain: 1 x 8k, with 8, 16.7 us with 16, 18.1 with 33.
         filling = max(filling, min(_filling(2, limits, items), most * tile // SHORT_KEYS))
     balancing = min(-(-most * tile // MOST_KEYS), MOST_WAVES * limits.processors * variant.blocks_per_sm // items)
-    fewest = tile * (variant.stages if latent else variant.warps)  # at least a tile for each warp
-    fewest = fewest if filling > 1 else FEWEST_BESIDE_OTHERS
+    fewest = tile * _fewest(variant) if filling > 1 else FEWEST_BESIDE_OTHERS
     return max(min(max(filling, balancing), -(-most * tile // fewest)), 1), fewest // tile
 
 
@@ -1130,17 +1131,25 @@ def _shares(problem, variant, limits, items, splits):
     together = limits.processors * variant.blocks_per_sm
     args = {
         "sequences": sequences,
+        "lone": max(limits.processors - items, 1),
         "wave": max(together - items, 1),
         "waves": RAGGED_WAVES * together,
-        "short_share": max(SHORT_KEYS // tile, 1),
-        "usual_share": max(RAGGED_KEYS // tile, 1),
+        "short_share": (short := max(SHORT_KEYS // tile, 1)),
+        "least_share": min(_fewest(variant), short),
+        "usual_share": max(RAGGED_KEYS // tile, short),
     }
-    usual, shortest = (items * max(-(-most // args[share]), 1) for share in ("usual_share", "short_share"))
-    # An item has one split more than whole shares at most, and no more than its shares are few.
-    grid = max(items * splits, min(args["waves"] + items, max(usual, together), shortest))
+    # An item has one split more than whole shares at most, and no more than it would have if shares were the shortest.
+    least, short, usual = (items * max(-(-most // args[f"{which}_share"]), 1) for which in ("least", "short", "usual"))
+    shared = min(args["waves"] + items, max(usual, together), max(short, limits.processors), least)
+    grid = max(items * splits, shared)
     if grid > LARGEST_GRID or most * max(items, 8 * sequences) > LARGEST_SUM:
         return None
     return grid, args
+
+
+def _fewest(variant):
+    """Tiles of keys of a split, at least: one for each warp."""
+    return variant.stages if variant.kernel == "decode_latent" else variant.warps  # all warps of which take each tile
 
 
 def _filling(blocks, limits, items):

@@ -4,8 +4,9 @@
 // sequence has as many splits as any other. Else the longest would decide when all is done, so blocks share out the
 // tiles of keys of all sequences together, each of which finds out for itself:
 //
-//   share   tiles of keys of a block, from the sum over all: so many that blocks come to a few waves at most, and so few
-//           that there is a wave, each where the other allows it
+//   share   tiles of keys of a block, from the sum over all: as many as make a few waves of blocks, but usual_share at
+//           least; fewer than that where one wave would not be full, but short_share at least; and fewer than that where
+//           a multiprocessor would have no block, but least_share at least
 //   splits  of a sequence: as many shares as it has begun, one at least, of equal length
 //   blocks  those of sequences with long splits first, of RANKS ranks, for a short one to come last; then in the order
 //           of sequences, so that those of a sequence lie side by side
@@ -55,9 +56,11 @@ __device__ __forceinline__ Turn turn_of(const Args& args, int block) {
         if (block < args.sequences * items * args.splits) return {0, args.splits, args.fewest, block, false};
         return none;
     }
-    const int filling = clamp(parts_of(total * items, args.wave), args.short_share, args.usual_share);
-    const int share = maximum(parts_of(total * items, args.waves), filling);
-    if (block >= total * items / share + args.sequences * items) return none;  // what follows would find out, later
+    const int all = total * items;
+    const int short_one = clamp(parts_of(all, args.lone), args.least_share, args.short_share);
+    const int usual_one = clamp(parts_of(all, args.wave), short_one, args.usual_share);
+    const int share = maximum(parts_of(all, args.waves), usual_one);
+    if (block >= all / share + args.sequences * items) return none;  // as what follows would find out
 #pragma unroll 1
     for (int rank = RANKS - 1; rank >= 0; --rank) {
 #pragma unroll 1
@@ -66,9 +69,9 @@ __device__ __forceinline__ Turn turn_of(const Args& args, int block) {
             const int part = RANKS * tiles, whole = splits * share;  // a split has part / whole of RANKS shares
             const bool here = first + lane < args.sequences && part <= (rank + 1) * whole &&
                               (rank == 0 || part > rank * whole);
-            const int blocks = here ? splits * items : 0, all = redux_add(blocks);
-            if (block >= all) {
-                block -= all;
+            const int blocks = here ? splits * items : 0, here_all = redux_add(blocks);
+            if (block >= here_all) {
+                block -= here_all;
                 continue;
             }
             int end = blocks;  // with those of the lanes below

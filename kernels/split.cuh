@@ -61,8 +61,8 @@ struct Args {
     int fewest;                    // tiles of keys of a split, at least
     int first_sequence;            // of the launch
     int sequences;                 // whose lengths decide on shares; 0 where `splits` does, whatever lengths are
-    int wave, waves;               // blocks that are one more wave, and as many waves as there are to be at most
-    int short_share, usual_share;  // tiles of keys
+    int lone, wave, waves;         // blocks beside one an item: one a multiprocessor, as fit on it, some times as many
+    int least_share, short_share, usual_share;  // tiles of keys of a block
     int pages, page_size;
     uint32 page_multiplier;  // see Divisor
     int page_shift;

@@ -1475,7 +1475,7 @@ def test_parts_of_values_that_are_columns_of_keys_are_few():
     assert splits == {1000: 6, 8192: 17, 65536: 46}
     recipe = testing.CacheRecipe(lengths=(8192,) * 32, heads=16, head_dim=576, value_dim=512, latent=True)
     (step,) = _plan.plan(planned_problem(recipe), HOPPER).steps
-    assert step.args["splits"] == 4 and step.grid == 4 * 32
+    assert step.args["splits"] == 4 and step.grid == max(4 * 32, HOPPER.processors)
 
 
 def test_what_a_cache_has_room_for_changes_no_order_of_arithmetic():
@@ -1567,8 +1567,9 @@ def splits_of(args, tiles):
     if 8 * sum(tiles) >= 7 * max(tiles) * len(tiles):
         return [args["splits"]] * len(tiles)
     total = sum(tiles) * args["key_heads"] * args["tiles"]
-    filling = min(max(-(-total // args["wave"]), args["short_share"]), args["usual_share"])
-    share = max(-(-total // args["waves"]), filling)
+    lone, wave, waves = (-(-total // args[blocks]) for blocks in ("lone", "wave", "waves"))
+    short = min(max(lone, args["least_share"]), args["short_share"])
+    share = max(min(max(wave, short), args["usual_share"]), waves)
     return [max(-(-each // share), 1) for each in tiles]
 
 
@@ -1624,8 +1625,8 @@ def test_splits_follow_all_lengths():
         assert "sequences" not in step.args and step.grid == 64 * 8 * step.args["splits"]
     _, step = ragged_step(1, 65536, 8, 1, 128)  # one alone has nobody to share with
     assert "sequences" not in step.args
-    _, step = ragged_step(8, 512, 8, 1, 128)  # what takes no time has no blocks to spare
-    assert step.grid == 8 * 8 * step.args["splits"]
+    _, step = ragged_step(8, 1024, 8, 1, 128)  # what takes little time has few blocks to spare
+    assert step.grid == HOPPER.processors and splits_of(step.args, [64, *[1] * 7]) == [64 // 8, *[1] * 7]
 
 
 def test_lengths_of_too_many_sequences_are_not_read_by_each():

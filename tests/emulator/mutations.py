@@ -470,7 +470,7 @@ MUTATIONS = (
         Mutation(name, "shares.cuh", old, new, RAGGED, testing.check_decode_bound, blocks=3)
         for name, old, new in (
             ("length_beyond_the_last_read", "    if (sequence >= args.sequences) return 0;\n", ""),
-            ("shorter_splits_than_blocks", "args.waves), filling);", "args.waves), filling) / 4;"),
+            ("shorter_splits_than_blocks", "args.waves), usual_one);", "args.waves), usual_one) / 4;"),
             ("short_splits_left_out", "rank >= 0; --rank", "rank > 0; --rank"),
             ("blocks_of_longer_splits_not_taken_off", "                block -= all;\n", ""),
             ("blocks_of_sequences_before_not_taken_off", "block - shuffle_from(end - blocks, found)", "block"),
