@@ -56,11 +56,11 @@ __device__ __forceinline__ Turn turn_of(const Args& args, int block) {
         if (block < args.sequences * items * args.splits) return {0, args.splits, args.fewest, block, false};
         return none;
     }
-    const int all = total * items;
-    const int short_one = clamp(parts_of(all, args.lone), args.least_share, args.short_share);
-    const int usual_one = clamp(parts_of(all, args.wave), short_one, args.usual_share);
-    const int share = maximum(parts_of(all, args.waves), usual_one);
-    if (block >= all / share + args.sequences * items) return none;  // as what follows would find out
+    const int everything = total * items;  // tiles of all items
+    const int short_one = clamp(parts_of(everything, args.lone), args.least_share, args.short_share);
+    const int usual_one = clamp(parts_of(everything, args.wave), short_one, args.usual_share);
+    const int share = maximum(parts_of(everything, args.waves), usual_one);
+    if (block >= everything / share + args.sequences * items) return none;  // as what follows would find out
 #pragma unroll 1
     for (int rank = RANKS - 1; rank >= 0; --rank) {
 #pragma unroll 1
@@ -69,9 +69,9 @@ __device__ __forceinline__ Turn turn_of(const Args& args, int block) {
             const int part = RANKS * tiles, whole = splits * share;  // a split has part / whole of RANKS shares
             const bool here = first + lane < args.sequences && part <= (rank + 1) * whole &&
                               (rank == 0 || part > rank * whole);
-            const int blocks = here ? splits * items : 0, here_all = redux_add(blocks);
-            if (block >= here_all) {
-                block -= here_all;
+            const int blocks = here ? splits * items : 0, all = redux_add(blocks);
+            if (block >= all) {
+                block -= all;
                 continue;
             }
             int end = blocks;  // with those of the lanes below
