@@ -900,7 +900,7 @@ MOST_KEYS = 16384
 RAGGED_WAVES = 4  # at most
 # Keys of a split where there is more than one wave. Where that would be less than one, splits are shorter: down to
 # SHORT_KEYS while two blocks share a multiprocessor, and below that, a block on each, down to a tile for each warp.
-RAGGED_KEYS = 2048
+RAGGED_KEYS = 4096
 MOST_RAGGED = 1024  # sequences, whose lengths each warp of each block reads
 # Of values that are columns of keys, parts are long: 2 KB a row, which the block that comes last adds by itself. With
 # splits as many as the root of this share of the keys, that takes about as long as what a split has to do.
