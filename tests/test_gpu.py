@@ -510,7 +510,7 @@ def test_decode_of_more_than_65536_sequences():
     [
         {}, {"dtype": "float32"}, {"queries": 3, "window": (1500, None)}, SLOTS, HEADS,
         {"page_size": None, "heads": 32, "key_heads": 8, "head_dim": 128, "value_dim": 128},
-        {"heads": 16, "key_heads": 1, "head_dim": 576, "value_dim": 512, "latent": True},
+        {"heads": 4, "key_heads": 1, "head_dim": 576, "value_dim": 512, "latent": True},
     ],
     ids=str,
 )  # fmt: skip
