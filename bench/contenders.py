@@ -222,6 +222,8 @@ class Torch(TorchFunction):
         _only_16_bits(case)
         if case.page_size:
             raise Unfit("caches in one piece only")
+        if case.shortest is not None:
+            raise Unfit("sequences of one length only")
         if case.queries > 1:
             raise Unfit("one query a sequence only: its causal mask is top-left")
         from torch.nn.functional import scaled_dot_product_attention
@@ -329,13 +331,16 @@ class FlashInfer(TorchFunction):
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         q, table = to_torch(q).squeeze(2), to_torch(tables["page_table"])
-        pages = table.shape[1]
-        starts = torch.arange(case.batch + 1, dtype=torch.int32, device=q.device) * pages
-        last = torch.full_like(starts[1:], case.length - (pages - 1) * case.page_size)
+        lengths = to_torch(tables["lengths"])
+        pages = (lengths + case.page_size - 1) // case.page_size  # of each sequence
+        starts = torch.zeros(case.batch + 1, dtype=torch.int32, device=q.device)
+        starts[1:] = pages.cumsum(0)
+        last = lengths - (pages - 1) * case.page_size
+        owned = torch.arange(table.shape[1], device=q.device) < pages[:, None]
         tensor_cores = case.heads > case.key_heads  # heads that share keys are the rows of their products
         wrapper = BatchDecodeWithPagedKVCacheWrapper(self.workspace(q), "HND", use_tensor_cores=tensor_cores)
         sizes = case.heads, case.key_heads, case.head_dim, case.page_size
-        wrapper.plan(starts, table.flatten(), last, *sizes, q_data_type=q.dtype, kv_data_type=q.dtype)
+        wrapper.plan(starts, table[owned], last, *sizes, q_data_type=q.dtype, kv_data_type=q.dtype)
         return lambda k, v: wrapper.run(q, (k, v)).unsqueeze(2)
 
     def workspace(self, q):

@@ -5,12 +5,15 @@
     python bench/run.py decode --cells 1x65536,8x65536 --kv-format none,int8,e4m3 --scales slot     # 8-bit caches
     python bench/run.py decode --append --contenders ''          # beside it, calls that append and rotate too
     python bench/run.py decode --latent --heads 16 --cells 32x8192 --contenders ''    # values that are columns of keys
+    python bench/run.py decode --cells 64x65536 --key-heads 8 --shortest 100 --contenders fa3,flashinfer    # ragged
 
 A figure is one CUDA graph of several calls, one behind the other, over caches that take turns: at least 8 calls, and as
 many as read 256 MB, so that none finds its cache in L2. Their time is divided by their number. Contenders are captured
-and timed in the same way.
+and timed in the same way. Beside sequences that differ in length, ``read`` is a kernel that reads as many bytes and
+does nothing with them: its ratio is the share of the memory's rate that is reached.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -42,6 +45,7 @@ def cells(options):
                             value_dim=value_dim, mask="causal", queries=options.queries, length=length,
                             batch=batch, heads=options.heads, key_heads=key_heads, page_size=page_size or None,
                             splits=options.splits, graph=True, kv_format=None if kv_format == "none" else kv_format,
+                            shortest=options.shortest,
                         )  # fmt: skip
 
 
@@ -50,12 +54,25 @@ def is_latent(case):
     return (case.head_dim, case.value_dim) == LATENT_DIMS
 
 
+def lengths_of(case):
+    """Keys of each sequence."""
+    if case.shortest is None:
+        return np.full(case.batch, case.length, np.int32)
+    drawn = np.random.default_rng(64).uniform(math.log(case.shortest), math.log(case.length), case.batch)
+    return np.exp(drawn).astype(np.int32)
+
+
+def flops(case):
+    """Floating-point operations of all sequences, each as long as it is."""
+    return sum(dataclasses.replace(case, batch=1, length=int(length)).flops for length in lengths_of(case))
+
+
 def cache_bytes(case, scales=None):
     """Bytes of keys and values, and of their scales, that a call reads."""
     size = KINDS[case.kv_format or case.dtype].itemsize
     columns = case.head_dim + (0 if is_latent(case) else case.value_dim)
     slot = columns * size + (8 if case.kv_format and scales == "slot" else 0)
-    return case.batch * case.key_heads * case.length * slot
+    return int(lengths_of(case).sum()) * case.key_heads * slot
 
 
 class Caches:
@@ -78,7 +95,7 @@ class Caches:
         shape = pages, case.key_heads, size, case.head_dim
         self.q = self._normal(random, (case.batch, case.heads, case.queries, case.head_dim))
         self.pairs = [self._pair(random, shape) for _ in range(count)]
-        self.tables = {"lengths": cupy.full(case.batch, case.length, np.int32)}
+        self.tables = {"lengths": cupy.asarray(lengths_of(case))}
         rows = case.batch, case.key_heads, case.queries
         angles = cupy.arange(case.length)[:, None] * 1e4 ** -(cupy.arange(case.head_dim // 2) / (case.head_dim // 2))
         self.append = {
@@ -145,7 +162,7 @@ class Caches:
 
         def own(x):
             rows = x[self.tables["page_table"][b]] if self.case.page_size else x[b : b + 1]
-            return contenders.to_host(rows[:, key_head].reshape(-1, *x.shape[3:])[: self.case.length])
+            return contenders.to_host(rows[:, key_head].reshape(-1, *x.shape[3:])[: lengths_of(self.case)[b]])
 
         for name, (cache, scales) in zip(("k_scale", "v_scale"), self.pairs[0], strict=True):
             found.append(own(cache))
@@ -171,6 +188,50 @@ def error_over_bound(case, caches, out, append=False):
         wanted = cuflash.bounds.decode(*one, path=gpu.path_of(case.dtype, case.engine), **more)
         found.append(gpu.over_bound(contenders.to_host(out[b, head]), wanted.out[0, 0], wanted.out_bound[0, 0]))
     return float(np.max(found))
+
+
+READ = """
+extern "C" __global__ void read(const uint4* from, size_t count, unsigned* to) {
+    const size_t step = size_t(gridDim.x) * blockDim.x;
+    size_t n = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    unsigned all = 0;
+    for (; n + 7 * step < count; n += 8 * step) {
+        uint4 x[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = __ldcs(from + n + i * step);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) all |= x[i].x ^ x[i].y ^ x[i].z ^ x[i].w;
+    }
+    for (; n < count; n += step) all |= from[n].x ^ from[n].y ^ from[n].z ^ from[n].w;
+    if (all == 0x5a5a5a5a) *to = all;  // for the compiler not to leave the loads out
+}
+"""
+
+
+def plain_reads(caches):
+    """A graph of as many launches as we have calls, each of which reads as many bytes, from where the caches lie."""
+    import cupy
+
+    read, stream = cupy.RawKernel(READ, "read"), cupy.cuda.Stream(non_blocking=True)
+    threads, blocks = 256, 8 * cupy.cuda.Device().attributes["MultiProcessorCount"]
+    to, wanted = cupy.zeros(1, np.uint32), cache_bytes(caches.case, caches.scales)
+
+    def call(pair):
+        left = wanted
+        for cache, _ in pair:
+            count = min(left, cache.nbytes) // 16
+            read((blocks,), (threads,), (cache, np.uint64(count), to))
+            left -= 16 * count
+
+    cupy.cuda.get_current_stream().synchronize()
+    with stream:
+        call(caches.pairs[0])
+        stream.begin_capture()
+        for pair in caches.turns():
+            call(pair)
+        graph = stream.end_capture()
+    stream.synchronize()
+    return lambda: (graph, to) and graph.launch(cupy.cuda.get_current_stream())
 
 
 def captured(caches, keywords):
@@ -250,6 +311,8 @@ def measure(case, options, rivals):
                 raise contenders.Unfit(f"its answer is {far:.3g} from ours")
         except Exception as error_theirs:
             contenders.left_out(name, error_theirs)
+    if case.shortest is not None:
+        calls["read"] = plain_reads(caches)
     append = options.append and case.kv_format is None and not is_latent(case)
     if append:  # last, since it writes to the caches
         appended = cuflash.decode(*first[0], **keywords | caches.append)
@@ -265,7 +328,7 @@ def measure(case, options, rivals):
     count = caches.calls
     rounds = {name: [ms / count for ms in each] for name, each in rounds.items()}
     figures = timing.figures(rounds, rivals, options.rival)
-    own = timing.figures(rounds, ["append"] * append, None)
+    own = timing.figures(rounds, [name for name in ("read", "append") if name in calls], None)
     figures |= {what: own[what] | figures[what] for what in ("contenders", "ratios")}
     del calls, caches, first, eager
     cupy.get_default_memory_pool().free_all_blocks()
@@ -274,7 +337,7 @@ def measure(case, options, rivals):
         **figures,
         variant=plan.variant.name,
         gbps=cache_bytes(case, options.scales) / figures["ms"] / 1e6,
-        tflops=case.flops / figures["ms"] / 1e9,
+        tflops=flops(case) / figures["ms"] / 1e9,
         error_over_bound=error,
         host_us={"ours": host},
         calls=count,

@@ -281,6 +281,7 @@ def cache_one(variant, seed, engine):
             found.append(np.nan)
     notable = {
         "several_splits": bool(steps) and steps[-1].args.get("splits", 1) > 1,
+        "splits_by_lengths": bool(steps) and steps[-1].args.get("sequences", 0) > 0,
         "several_key_tiles": max(recipe.totals, default=0) > variant.tile_k,
         "appends": recipe.append,
         "rotary": recipe.rotary > 0,

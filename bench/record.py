@@ -46,6 +46,7 @@ class Case:
     splits: int | None = None
     reproducible: bool | None = None
     graph: bool | None = None
+    shortest: int | None = None  # of decode: sequences differ in length, log-uniform from so many keys to `length`
 
     @property
     def keywords(self):

@@ -65,7 +65,7 @@ def squares(record, what, engine, dtype="bfloat16"):
 def single_rows(record, **facts):
     """Decode of one row a sequence, 32 heads of 128 in bfloat16, split as the plan has it."""
     usual = {"dtype": "bfloat16", "head_dim": 128, "heads": 32, "queries": 1, "splits": None, "batch_invariant": False}
-    return chosen(record, what="decode", **usual, **facts)
+    return chosen(record, what="decode", **usual | {"shortest": None} | facts)
 
 
 def best(row):
@@ -175,7 +175,7 @@ def tables(record):
 
 def numbers(record):
     """README's single numbers by name, as text."""
-    parts = versions, ratios, windows, caches, on_cpu, host, safety
+    parts = versions, ratios, windows, caches, ragged, on_cpu, host, safety
     return {name: str(text) for part in parts for name, text in part(record)}
 
 
@@ -218,6 +218,19 @@ def caches(record):
             stem = f"{row['kv_format']} {row['batch']}x{row['length']}"
             yield f"{stem} us", f"{row['ms'] * 1e3:,.0f}"
             yield f"{stem} times", f"{whole['ms'] / row['ms']:.2f}"
+
+
+def ragged(record):
+    """``ragged 64x65536 us``, ``rate``, ``share``: of drawn lengths, GB/s and percent of a plain read's.
+
+    ``ragged 64x65536 paged 16 us`` from pages.
+    """
+    for row in record["cases"]:
+        if row["what"] == "decode" and row.get("shortest") and row["ratios"].get("read"):
+            stem = f"ragged {row['batch']}x{row['length']}" + (f" paged {row['page_size']}" if row["page_size"] else "")
+            yield f"{stem} us", f"{row['ms'] * 1e3:,.0f}"
+            yield f"{stem} rate", f"{row['gbps']:,.0f}"
+            yield f"{stem} share", f"{100 * row['ratios']['read']:.0f}"
 
 
 def on_cpu(record):

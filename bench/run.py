@@ -72,6 +72,7 @@ def parse(argv=None):
     parser.add_argument("--scales", default="head", choices=("head", "slot"), help="of 8-bit caches")
     parser.add_argument("--splits", type=int, help="of decode; default: the plan's")
     parser.add_argument("--batch-invariant", action="store_true", help="of decode")
+    parser.add_argument("--shortest", type=int, help="of decode: lengths are drawn, from so many keys to the cell's")
     parser.add_argument("--append", action="store_true", help="of decode: time calls that append and rotate beside")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--launches", type=int, help="a round; default 20, on the CPU 1")

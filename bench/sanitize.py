@@ -97,11 +97,11 @@ def problems_of(variant):
     """Two small problems that run a variant, the second with rows that see no key: (shapes of q, k, v, keywords)."""
     fewest = gpu.fewest_keys(variant)  # where these are many, every row sees one
     long, short = 3 * variant.tile_k + 9, variant.tile_k // 2 + 1
-    if variant.function == "decode":  # several splits and one, rows of several tiles that see unlike keys, and few
+    if variant.function == "decode":  # splits by lengths and two, rows of several tiles that see unlike keys, and few
         few, many = (2, 5) if variant.tile_q <= 16 else (9, 30)
         if variant.kernel == "decode_latent" and variant.tile_q > 16:
             few, many = (9, 16) if variant.tile_q == 32 else (30, 40)
-        for exact, queries, keys, splits in ((True, few, 40 * variant.tile_k, 5), (False, many, long, 2)):
+        for exact, queries, keys, splits in ((True, few, 40 * variant.tile_k, None), (False, many, long, 2)):
             head_dim, value_dim = dims_of(variant, exact)
             keywords = {"splits": splits}
             if variant.element in FORMATS:

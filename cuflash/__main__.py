@@ -425,6 +425,7 @@ def measure(case, engine=None):
         "splits": None,
         "reproducible": None,
         "graph": None,
+        "shortest": None,
         "ms": ms["ours"],
         "spread": (max(rounds["ours"]) - min(rounds["ours"])) / ms["ours"],
         "tflops": case.flops / ms["ours"] / 1e9,

@@ -274,7 +274,8 @@ def decode(
         As in `forward`, bottom-right against each sequence's own length, after an append.
     splits : int, optional
         Into how many parts, at most, the keys of a sequence are split among blocks of a GPU. Default: what fills the
-        GPU, which depends on batch, heads and capacity, and with it the order of sums. NumPy arrays: no effect.
+        GPU, which depends on batch, heads, capacity and the lengths of all sequences, and with it the order of sums.
+        NumPy arrays: no effect.
     batch_invariant : bool, default False
         Split at fixed multiples of keys instead, so that the bits of a sequence's result depend neither on what else
         is in the batch nor on the capacity. So it is where ``splits`` is given. NumPy arrays: no effect.

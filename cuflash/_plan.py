@@ -18,6 +18,7 @@ LOG2_E = 1.4426950408889634
 HALVES = ("float16", "bfloat16")
 LARGEST_GRID = 2**31 - 1
 MOST_TILES = 2**30  # that a ticket counts
+LARGEST_SUM = 2**30  # of tiles of keys, and room for what rounds up
 MOST_PARTS = 10**9  # of backward, some rows or a tile of keys each: blocks, tickets and counters fit 31 bits
 FIRST_COUNTER = 32  # of backward's turns; the ticket and a flag come before, in a line of the cache of their own
 CACHED_BYTES = 2**25  # of keys and values that blocks running together may share: the L2 cache has 40 MB and more
@@ -885,6 +886,16 @@ FEWEST_BESIDE_OTHERS = 1024  # keys of a split, where there are blocks enough wi
 # Keys of a split where caches are full, so that one long sequence among short ones does not take long: with 4096, 1.03
 # of the time where all are long.
 MOST_KEYS = 16384
+# Where sequences differ in length, the device shares out their keys; see ``kernels/shares.cuh``. A block that ends
+# leaves its multiprocessor to the one beside it, and the last ones to end leave the rest of the device to nobody: many
+# short splits are best for that, but each costs as much as some 300 keys. A model of both, of 64 sequences with 8 key
+# heads and lengths from 100 to 64k, log-uniform, says that 4 waves of blocks, the longest splits first, reach 0.87 of
+# what is ideal, 2 waves 0.86, 4 in the order of sequences 0.83, and splits that are alike 0.71.
+RAGGED_WAVES = 4  # at most
+# Keys of a split where there is more than one wave. Where that would be less than one, splits are shorter: down to
+# SHORT_KEYS while two blocks share a multiprocessor, and below that, a block on each, down to a tile for each warp.
+RAGGED_KEYS = 4096
+MOST_RAGGED = 1024  # sequences, whose lengths each warp of each block reads
 # Of values that are columns of keys, parts are long: 2 KB a row, which the block that comes last adds by itself. With
 # splits as many as the root of this share of the keys, that takes about as long as what a split has to do.
 LATENT_SPLIT = 32
@@ -905,8 +916,10 @@ def _portable_decode(problem, limits, reason):
         Buffer("lse", out_shape[:-1], element.lse.name, (0, 1)),
     )
     tiles = -(-rows // variant.tile_q)
-    splits, fewest = _splits(problem, variant, limits, sequences * problem.key_heads * tiles)
+    items = sequences * problem.key_heads * tiles
+    splits, fewest = _splits(problem, variant, limits, items)
     blocks = problem.key_heads * tiles * splits  # of a sequence
+    shares = _shares(problem, variant, limits, items, splits)
     if max(rows, blocks) > LARGEST_GRID:
         raise ValueError(f"decode: a sequence has {rows} rows, {blocks} blocks; wanted at most {LARGEST_GRID} of each")
     before = problem.appended or problem.overflow or problem.cos and rows
@@ -940,6 +953,7 @@ def _portable_decode(problem, limits, reason):
         "tiles": tiles,
         "splits": splits,
         "fewest": fewest,
+        **(shares or (0, {}))[1],
         **paging,
         **_sides(problem),
         "out_vectors": int(_layout.in_chunks(operands["out"], element.itemsize)),
@@ -958,18 +972,18 @@ def _portable_decode(problem, limits, reason):
         args["length_stride"] = 4  # of the totals
         if problem.cos:
             args["q_strides"] = (0, *_rotated(problem).strides[:3])
-    if splits > 1:
-        items = sequences * problem.key_heads * tiles
+    together = min(LARGEST_GRID // max(blocks, 1), sequences)  # sequences of a launch
+    largest = shares[0] if shares else together * blocks  # blocks of one, of which each has room for a part
+    if largest > items or splits > 1:
         record = min(rows, variant.tile_q) * (variant.value_dim + 4)  # a row's quads, then its reference and sum
         buffers += (
-            Buffer("parts", (items * splits, record), element.lse.name, (0,)),
+            Buffer("parts", (largest, record), element.lse.name, (0,)),
             Buffer("arrived", (items,), "int32", (), zeroed=True),
         )
-    together = LARGEST_GRID // max(blocks, 1)  # sequences of a launch
     steps += tuple(
         Step(
             variant,
-            grid=min(sequences - first, together) * blocks,
+            grid=shares[0] if shares else min(sequences - first, together) * blocks,
             threads=32 * variant.warps,
             shared_bytes=variant.shared_bytes,
             args={**args, "first_sequence": first},
@@ -1068,12 +1082,7 @@ def _splits(problem, variant, limits, items):
     in ``kernels/decode.cu``.
     """
     tile = variant.tile_k
-    most = -(-problem.keys // tile)
-    left, right = problem.window or (None, None)
-    right = 0 if problem.causal and (right is None or right > 0) else right
-    if None not in (left, right):  # the run of keys of a tile of rows, and one more tile where it begins inside one
-        queries = min(problem.queries, variant.tile_q // max(problem.group, 1) + 2)
-        most = min(most, (left + right + queries + tile - 2) // tile + 1)
+    most = _most_tiles(problem, tile, min(problem.queries, variant.tile_q // max(problem.group, 1) + 2))
     if problem.splits is not None:
         return max(min(problem.splits, most), 1), 1
     if problem.batch_invariant:
@@ -1090,9 +1099,51 @@ def _splits(problem, variant, limits, items):
         # splits, 247 with 8. Short splits are no gain: 1 x 8k, with 8, 16.7 us with 16, 18.1 with 33.
         filling = max(filling, min(_filling(2, limits, items), most * tile // SHORT_KEYS))
     balancing = min(-(-most * tile // MOST_KEYS), MOST_WAVES * limits.processors * variant.blocks_per_sm // items)
-    fewest = tile * (variant.stages if latent else variant.warps)  # at least a tile for each warp
-    fewest = fewest if filling > 1 else FEWEST_BESIDE_OTHERS
+    fewest = tile * _fewest(variant) if filling > 1 else FEWEST_BESIDE_OTHERS
     return max(min(max(filling, balancing), -(-most * tile // fewest)), 1), fewest // tile
+
+
+def _most_tiles(problem, tile, queries):
+    """Tiles of keys that so many neighbouring rows see, at most."""
+    most = -(-problem.keys // tile)
+    left, right = problem.window or (None, None)
+    right = 0 if problem.causal and (right is None or right > 0) else right
+    if None in (left, right):
+        return most
+    return min(most, (left + right + queries + tile - 2) // tile + 1)  # one more where their run begins inside one
+
+
+def _shares(problem, variant, limits, items, splits):
+    """Blocks of a launch that shares out the keys of all sequences, and its arguments; see ``kernels/shares.cuh``.
+
+    None where splits do not follow lengths, there is nothing to share out, or numbers leave 31 bits.
+    """
+    (sequences,), tile = problem.batch, variant.tile_k
+    if problem.lengths is None or problem.splits or problem.batch_invariant or not 1 < sequences <= MOST_RAGGED:
+        return None
+    most = _most_tiles(problem, tile, problem.queries)
+    together = limits.processors * variant.blocks_per_sm
+    args = {
+        "sequences": sequences,
+        "lone": max(limits.processors - items, 1),
+        "wave": max(together - items, 1),
+        "waves": RAGGED_WAVES * together,
+        "short_share": (short := max(SHORT_KEYS // tile, 1)),
+        "least_share": min(_fewest(variant), short),
+        "usual_share": max(RAGGED_KEYS // tile, short),
+    }
+    # An item has one split more than whole shares at most, and no more than it would have if shares were the shortest.
+    least, short, usual = (items * max(-(-most // args[f"{which}_share"]), 1) for which in ("least", "short", "usual"))
+    shared = min(args["waves"] + items, max(usual, together), max(short, limits.processors), least)
+    grid = max(items * splits, shared)
+    if grid > LARGEST_GRID or most * max(items, 8 * sequences) > LARGEST_SUM:
+        return None
+    return grid, args
+
+
+def _fewest(variant):
+    """Tiles of keys of a split, at least: one for each warp."""
+    return variant.stages if variant.kernel == "decode_latent" else variant.warps  # all warps of which take each tile
 
 
 def _filling(blocks, limits, items):

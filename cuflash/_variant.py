@@ -80,6 +80,7 @@ def _backward_args(maps="", more=(), scale=np.float32):
 def _decode_args(scale_log2=np.float32):
     sizes = (
         "queries capacity appended heads group head_dim value_dim key_heads tiles splits fewest first_sequence "
+        "sequences lone wave waves least_share short_share usual_share "
         "pages page_size page_multiplier page_shift left right top_left out_vectors bfloat16 k_slots v_slots"
     )
     return _struct(

@@ -483,10 +483,10 @@ def cache_recipe(
     causal = choose((True, True, False, "top-left", "bottom-right"))
     side = (None, 0, 1, 15, 16, 17, 40, 64, 65)
     window = (choose(side), choose(side)) if choose((False, False, True)) else None
-    lengths = tuple(length() for _ in range(choose((1, 1, 2, 2, 2, 3, 3, 4, 4, 0))))
+    lengths = tuple(length() for _ in range(choose((1, 1, 2, 2, 3, 3, 4, 4, 6, 0))))
     page_size, integers = choose(PAGE_SIZES), choose(("int32", "int32", "int64", "uint16", "uint32", "int16"))
     head_dim = choose((576, 576, 320, 257, choose(range(257, 577)))) if latent else width()
-    splits, batch_invariant = choose(((None, False), (1, False), (2, False), (5, False), (64, False), (None, True)))
+    splits, batch_invariant = choose(((None, False), (choose((1, 2, 5, 64)), False), (None, False), (None, True)))
     heads, key_heads = choose((*HEADS, (8, 1), (20, 2), *(((16, 1), (32, 1), (70, 1), (128, 1)) if latent else ())))
     dtype = choose(dtypes)
     kv_format = choose(formats) if dtype in ("float16", "bfloat16") else None
@@ -1001,11 +1001,12 @@ def check_decode_overflow(decode, recipe, xp=np, path=None):
     if not (recipe.queries and recipe.lengths):
         return
     values, written = recipe.values(), recipe.written
-    *expected, done = _with_caches(decode, recipe, recipe.arrays(xp, values))
+    changes = {} if recipe.splits else {"batch_invariant": True}  # a refusal changes the length of its sequence
+    *expected, done = _with_caches(decode, recipe, recipe.arrays(xp, values), **changes)
     arrays, fits = _without_room(recipe, values, xp)
     _, *before, _ = recipe.arrays(xp, values)
     overflow = xp.asarray(np.full((len(fits), 2), -1, np.int32))[:, 0]
-    *results, caches = _with_caches(decode, recipe, arrays, overflow=overflow)
+    *results, caches = _with_caches(decode, recipe, arrays, overflow=overflow, **changes)
     if reference.host(overflow).tolist() != [int(not fit) for fit in fits]:
         raise AssertionError(f"overflow is {reference.host(overflow).tolist()}; wanted it where not {fits}")
     for name, one, other in zip(("out", "lse"), results, expected, strict=True):

@@ -386,8 +386,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const bool missing = in_runs ? stream<RUN>(args, place, work, pages, ring, scales, begin, with_keys, with_values)
                                  : stream<1>(args, place, work, pages, ring, scales, begin, with_keys, with_values);
 
-    const Paged home = locate(args);  // anew: `place` need not be kept in registers meanwhile
-    const float v_scale = head_scale(args.v_scale, args.v_slots, args.v_scale_strides, home.key_head);
+    const float v_scale = head_scale(args.v_scale, args.v_slots, args.v_scale_strides, place.key_head);
     auto write = [&](char* to, int column, const float(&x)[QUAD]) {
         store_halves(args, to, column, x, [&](float low, float high) { return cvt_pair_of(args, low, high); });
     };
@@ -400,10 +399,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
             for (int e = 0; e < QUAD; ++e) part.out[p].values[e] *= v_scale;
         }
-        store(args, mask, home, work.first_row + r, part, write, careful);
+        store(args, mask, place, work.first_row + r, part, write, careful);
     };
     cuflash::finish(rows, missing);
-    join(args, home, work, shared, [&](uint32 to, uint32 row) { leave(out, rows, to, row); }, finish);
+    join(args, place, work, shared, [&](uint32 to, uint32 row) { leave(out, rows, to, row); }, finish);
 }
 
 }  // namespace cuflash

@@ -100,9 +100,13 @@ struct Pages {
 // group, and one split of the keys that they see.
 struct Paged {
     int sequence, key_head, split, tile;
-    int group;  // query heads of a key head
+    int splits;  // of what its rows see, at most
+    int fewest;  // tiles of keys of one, at least
+    int group;   // query heads of a key head
 
-    __device__ Paged(uint32 block, int first_sequence, int key_heads, int splits, int tiles, int group) : group(group) {
+    // Block `block` of those of sequences that have so many splits each, from one sequence on.
+    __device__ Paged(uint32 block, int first_sequence, int key_heads, int splits, int fewest, int tiles, int group)
+        : splits(splits), fewest(fewest), group(group) {
         tile = uniform(block % tiles);
         block /= tiles;
         split = uniform(block % splits);

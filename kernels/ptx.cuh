@@ -48,6 +48,23 @@ template <typename T>
 __device__ __forceinline__ T shuffle_xor(T value, int mask) {
     return __shfl_xor_sync(0xffffffffu, value, mask);
 }
+// shfl.up: what the lane so many below holds; the first lanes keep their own.
+__device__ __forceinline__ int shuffle_up(int value, int distance) {
+    return __shfl_up_sync(0xffffffffu, value, distance);
+}
+// shfl.idx: what a lane holds, which all lanes name alike.
+__device__ __forceinline__ int shuffle_from(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+// redux: the sum, and the largest, of what all lanes hold.
+__device__ __forceinline__ int redux_add(int value) {
+    int sum;
+    asm volatile("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(sum) : "r"(value));
+    return sum;
+}
+__device__ __forceinline__ int redux_max(int value) {
+    int largest;
+    asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(largest) : "r"(value));
+    return largest;
+}
 __device__ __forceinline__ bool any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 __device__ __forceinline__ uint32 ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 __device__ __forceinline__ int find_first_set(uint32 bits) { return __ffs(bits) - 1; }

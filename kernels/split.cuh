@@ -1,8 +1,8 @@
 // Flash-Decoding (Dao, Haziza, Massa & Sizov 2023): what kernels of decode share, whatever their caches hold.
 //
 // Few rows see many keys, so blocks share the keys of a sequence: a block owns TILE_Q packed rows of one key head's
-// group, and a split, a run of whole tiles of TILE_K keys. How many tiles a split has follows from the sequence's own
-// length, which the device alone knows; blocks for which none is left end at once.
+// group, and a split, a run of whole tiles of TILE_K keys. How many tiles a split has follows from lengths, which the
+// device alone knows (shares.cuh); blocks for which none is left end at once.
 //
 // What a block makes of its rows is a part: out against a reference of its own, and the sum of weights. Where there are
 // several splits it goes to global memory; the block that comes last adds those of all in the order of splits. So the
@@ -14,6 +14,7 @@
 #include "place.cuh"
 #include "ptx.cuh"
 #include "real.cuh"
+#include "shares.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 
@@ -60,6 +61,9 @@ struct Args {
     int key_heads, tiles, splits;  // tiles: of packed rows; splits: at most
     int fewest;                    // tiles of keys of a split, at least
     int first_sequence;            // of the launch
+    int sequences;                 // whose lengths decide on shares; 0 where `splits` does, whatever lengths are
+    int lone, wave, waves;         // blocks beside one an item: one a multiprocessor, as fit on it, some times as many
+    int least_share, short_share, usual_share;  // tiles of keys of a block
     int pages, page_size;
     uint32 page_multiplier;  // see Divisor
     int page_shift;
@@ -72,11 +76,6 @@ struct Args {
 template struct ArgsLayout<Args>;
 
 // Where and which -------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ Paged locate(const Args& args) {
-    return Paged(static_cast<uint32>(fresh_block_index()), args.first_sequence, args.key_heads, args.splits, args.tiles,
-                 args.group);
-}
 
 // Whether the append step has turned the sequence away.
 __device__ __forceinline__ bool refused(const Args& args, const Paged& place) {
@@ -102,7 +101,7 @@ __device__ __forceinline__ Work work_of(const Args& args, const Mask& mask, cons
     work.all_end = mask.end_key(top);
     const int first_tile = first_key / TILE_K;
     const int tiles = first_key < end_key ? (end_key - 1) / TILE_K + 1 - first_tile : 0;
-    const int share = maximum((tiles + args.splits - 1) / args.splits, args.fewest);
+    const int share = maximum((tiles + place.splits - 1) / place.splits, place.fewest);
     work.splits = maximum((tiles + share - 1) / share, 1);
     work.first_tile = first_tile + clamp(place.split * share, 0, tiles);
     work.end_tile = first_tile + clamp((place.split + 1) * share, 0, tiles);
@@ -164,17 +163,21 @@ constexpr int PART_PITCH = (VALUE_DIM + QUAD) * sizeof(Real);
 __device__ __forceinline__ int64 tile_index(const Args& args, const Paged& place) {
     return (static_cast<int64>(place.sequence) * args.key_heads + place.key_head) * args.tiles + place.tile;
 }
-__device__ __forceinline__ char* part_row(const Args& args, const Paged& place, int split, int r) {
-    const int rows = clamp(args.queries * args.group, 0, TILE_Q);  // that a part has room for
-    return args.parts + ((tile_index(args, place) * args.splits + split) * rows + r) * PART_PITCH;
+__device__ __forceinline__ int64 part_pitch(const Args& args) {
+    return static_cast<int64>(clamp(args.queries * args.group, 0, TILE_Q)) * PART_PITCH;  // of the rows there can be
+}
+// Row r of this block's part, whose place is the block's own. Blocks of neighbouring splits are `tiles` apart.
+__device__ __forceinline__ char* part_row(const Args& args, int r) {
+    return args.parts + fresh_block_index() * part_pitch(args) + r * PART_PITCH;
 }
 
 // Row r of the sum of the splits' parts.
 __device__ __forceinline__ Part sum_of_splits(const Args& args, const Paged& place, int splits, int r) {
     Part part;
+    const int64 pitch = args.tiles * part_pitch(args);
+    const char* row = part_row(args, r) - place.split * pitch;
 #pragma unroll 8  // as many loads on their way
-    for (int split = 0; split < splits; ++split) {
-        const char* row = part_row(args, place, split, r);
+    for (int split = 0; split < splits; ++split, row += pitch) {
         part.add(load_global<SoftmaxRow<Real>>(row + VALUE_DIM * sizeof(Real)),
                  [&](int column) { return load_global<Quad>(row + column * sizeof(Real)); });
     }
@@ -275,7 +278,7 @@ __device__ __forceinline__ void conclude(const Args& args, const Paged& place, c
         if (work.splits == 1) {
             store(r, part);
         } else {
-            store_part(part_row(args, place, place.split, r), part);
+            store_part(part_row(args, r), part);
         }
     }
     if (work.splits == 1) return;

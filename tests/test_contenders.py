@@ -207,9 +207,20 @@ def test_decode_by_flash_attention_3_gets_caches_as_they_lie(monkeypatch, page_s
     np.testing.assert_array_equal(found.numpy(), cuflash.decode(q, k, v, **tables))
 
 
+def test_drawn_lengths_are_counted_as_they_are():
+    facts = {"queries": 1, "keys": 5000, "what": "decode", "batch": 64, "dtype": "bfloat16"}
+    alike, ragged = case("causal", None, **facts), case("causal", None, **facts, shortest=100)
+    lengths = decode.lengths_of(ragged)
+    assert (decode.lengths_of(alike) == 5000).all() and (lengths == decode.lengths_of(ragged)).all()
+    assert 100 <= lengths.min() < 300 and 3000 < lengths.max() <= 5000 and len(lengths) == 64
+    assert decode.cache_bytes(ragged) == lengths.sum() * 2 * 8 * 2 and decode.flops(alike) == alike.flops
+    assert decode.flops(ragged) == lengths.sum() * 2 * 2 * 8
+
+
 def test_what_decode_cannot_do_is_said():
-    facts = {"page_size": 4}, {"kv_format": "int8"}, {"queries": 2}
-    plain, paged, narrow, several = (case("causal", None, **{"queries": 1} | x, what="decode") for x in ({}, *facts))
+    facts = {"page_size": 4}, {"kv_format": "int8"}, {"queries": 2}, {"shortest": 3}
+    given = ({"queries": 1} | x for x in ({}, *facts))
+    plain, paged, narrow, several, ragged = (case("causal", None, **x, what="decode") for x in given)
     fa3, cudnn = contenders.FlashAttention("fa3", "nowhere"), contenders.Torch("cudnn", "CUDNN_ATTENTION")
     for contender, one, reason in (
         (contenders.Naive(), plain, "does not compute decode"),
@@ -217,6 +228,7 @@ def test_what_decode_cannot_do_is_said():
         *((each, narrow, "16-bit caches only") for each in (fa3, cudnn, contenders.FlashInfer())),
         (cudnn, paged, "caches in one piece only"),
         (cudnn, several, "one query a sequence only"),
+        (cudnn, ragged, "sequences of one length only"),
         (contenders.FlashInfer(), plain, "caches in pages and one query a sequence only"),
     ):
         with pytest.raises(contenders.Unfit, match=reason):

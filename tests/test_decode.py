@@ -1,5 +1,6 @@
 """decode on every engine: the checks of `cuflash.testing` on drawn caches, and the edges written out."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -160,6 +161,43 @@ def test_batch_invariance(engine):
     hold(engine, testing.check_decode_bound, recipe)
     hold(engine, testing.check_decode_one_by_one, recipe)
     hold(engine, testing.check_decode_placement, recipe)
+
+
+RAGGED = {"heads": 4, "key_heads": 2, "head_dim": 32, "value_dim": 32}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"dtype": "float32"}, {"kv_format": "int8", "k_scale": "slot"}, {"kv_format": "e4m3", "v_scale": "head"},
+        {"queries": 20, "window": (150, None)}, {"queries": 3, "page_size": 7, "q": "offset"},
+        {"append": True, "rotary": 8, "queries": 2, "spare": 9}, {"heads": 40, "causal": False, "window": (90, 5)},
+        {"head_dim": 300, "value_dim": 200, "key_heads": 1, "latent": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sequences_of_different_lengths(engine, changes):
+    """The plan's own splits, which follow all lengths: of nothing, of more sequences than a warp has lanes."""
+    many = (700, 0, 33, 130, *[1, 0, 20] * 10, 260, 64)
+    for lengths in (many, many[:4], (0, 0, 0), (16, 900)):
+        recipe = CacheRecipe(lengths=lengths, **RAGGED | changes)
+        hold(engine, testing.check_decode_bound, recipe)
+        hold(engine, testing.check_decode_rerun, recipe)
+
+
+@pytest.mark.parametrize("processors", [1, 2, 5, 40])
+def test_splits_of_different_lengths(request, engine, processors):
+    """Few waves of few blocks, and one of many; lengths that differ much, little, and not at all."""
+    if engine.name != "emulated":
+        pytest.skip("a GPU has as many multiprocessors as it has")
+    emulator = request.getfixturevalue("emulator")
+    rng = np.random.default_rng(processors)
+    for n in range(4):
+        lengths = (rng.integers(1, 400, 5), rng.integers(90, 100, 3), np.full(4, 80), [500, *[3] * 40])[n]
+        recipe = CacheRecipe(lengths=tuple(map(int, lengths)), **RAGGED, queries=1 + n % 2 * 20, seed=n)
+        made = emulator.Emulator(n, replace(_plan.KNOWN[9, 0], processors=processors))
+        testing.check_decode_bound(made.decode, recipe, np, "portable float16")
+        testing.check_decode_hidden_keys(made.decode, recipe, np, "portable float16")
 
 
 def test_several_launches(engine, monkeypatch):

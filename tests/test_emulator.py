@@ -54,6 +54,20 @@ def test_shuffles(probe):
     assert (probe("xor_shuffles", dtype=np.float64, size=160).reshape(5, 32) == wanted).all()
 
 
+def test_other_shuffles(emulator, probe):
+    lanes = np.arange(32)
+    wanted = [3 * np.where(lanes < 1 << n, lanes, lanes - (1 << n)) for n in range(5)]
+    assert (probe("other_shuffles", size=192).reshape(6, 32) == [*wanted, np.full(32, 21)]).all()
+    with pytest.raises(emulator.EmulatorError, match="uniform: 1 here, 0 in lane 0"):
+        probe("shuffle_from_several", size=32)
+
+
+def test_reductions(probe):
+    for seed in SEEDS:
+        values = np.random.default_rng(seed).integers(-1000, 1000, 32).astype(np.int32)
+        assert (probe("reductions", values, size=64).reshape(32, 2) == [values.sum(), values.max()]).all()
+
+
 @pytest.mark.parametrize("bits", [0, 1, 0x80000000, 0xF0F00010, 0xFFFFFFFF])
 def test_votes(probe, bits):
     votes, some, first = probe("votes", np.uint32(bits), np.int32, 96).reshape(32, 3).T

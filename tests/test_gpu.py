@@ -503,6 +503,38 @@ def test_decode_of_more_than_65536_sequences():
             assert bounds.worst((out[part], lse[part]), exact) <= 1
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"dtype": "float32"}, {"queries": 3, "window": (1500, None)}, SLOTS, HEADS,
+        {"page_size": None, "heads": 32, "key_heads": 8, "head_dim": 128, "value_dim": 128},
+        {"heads": 4, "key_heads": 1, "head_dim": 576, "value_dim": 512, "latent": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_decode_of_sequences_of_different_lengths(changes):
+    """Splits follow all lengths, anew at each replay of a graph: alike, one long, drawn. Each twice, bit for bit."""
+    sequences, longest = 40, 2500
+    problem = cache(lengths=(longest,) * sequences, **{"dtype": "bfloat16"} | changes)
+    arrays, stream, rng = problem.arrays(cupy), cupy.cuda.Stream(non_blocking=True), np.random.default_rng(2)
+    drawn = [np.exp(rng.uniform(np.log(100), np.log(longest), sequences)).astype(int) for _ in range(2)]
+    cupy.cuda.Device().synchronize()
+    with stream:
+        decoded(problem, arrays)
+        stream.begin_capture()
+        results = decoded(problem, arrays)
+        graph = stream.end_capture()
+        full, one = np.full(sequences, longest), longest * (np.arange(sequences) == 5)
+        for lengths in (full, one, *drawn, rng.integers(0, 2, sequences)):
+            arrays[3]["lengths"][...] = cupy.asarray(np.array(lengths, np.int32))
+            graph.launch(stream)
+            first = [x.copy() for x in results]
+            graph.launch(stream)
+            stream.synchronize()
+            assert_same(results, first)
+            assert_decoded(problem, results, lengths)
+
+
 @pytest.mark.parametrize("kv_format", ["int8", "e4m3"])
 @pytest.mark.parametrize("scales", [None, "head", "slot"])
 def test_8_bit_caches_of_all_kinds(kv_format, scales):

@@ -1476,7 +1476,7 @@ def test_parts_of_values_that_are_columns_of_keys_are_few():
     assert splits == {1000: 6, 8192: 17, 65536: 46}
     recipe = testing.CacheRecipe(lengths=(8192,) * 32, heads=16, head_dim=576, value_dim=512, latent=True)
     (step,) = _plan.plan(planned_problem(recipe), HOPPER).steps
-    assert step.args["splits"] == 4 and step.grid == 4 * 32
+    assert step.args["splits"] == 4 and step.grid == max(4 * 32, HOPPER.processors)
 
 
 def test_what_a_cache_has_room_for_changes_no_order_of_arithmetic():
@@ -1561,6 +1561,80 @@ def test_splits_share_each_key_once(capacity, splits, batch_invariant, sequences
         assert all(start % tile_k == 0 for start, _ in runs[1:]), "a tile is shared"
         if batch_invariant and splits is None and not first:
             assert all(end - start == 1024 for start, end in runs[:-1]) and runs[-1][1] - runs[-1][0] <= 1024
+
+
+def splits_of(args, tiles):
+    """Splits of sequences whose rows see so many tiles of keys, as ``kernels/shares.cuh`` shares them out."""
+    if 8 * sum(tiles) >= 7 * max(tiles) * len(tiles):
+        return [args["splits"]] * len(tiles)
+    total = sum(tiles) * args["key_heads"] * args["tiles"]
+    lone, wave, waves = (-(-total // args[blocks]) for blocks in ("lone", "wave", "waves"))
+    short = min(max(lone, args["least_share"]), args["short_share"])
+    share = max(min(max(wave, short), args["usual_share"]), waves)
+    return [max(-(-each // share), 1) for each in tiles]
+
+
+def ragged_step(sequences, capacity, key_heads, queries, head_dim, limits=HOPPER, **keywords):
+    """The plan of a batch of which only the device knows the lengths, and its launch."""
+    q = np.broadcast_to(np.float16(0), (sequences, 4 * key_heads, queries, head_dim))
+    k = np.broadcast_to(np.float16(0), (sequences, key_heads, capacity, head_dim))
+    given = NO_TABLES | {"lengths": np.zeros(sequences, np.int32)}
+    given |= {"scale": None, "causal": True, "window": None, "splits": None, "batch_invariant": False} | keywords
+    problem = _problem.decode(q, k, k, **given)
+    plan = _plan.plan(replace(problem, library="cupy", device=0), limits)
+    return plan, plan.steps[-1]
+
+
+@pytest.mark.parametrize("limits", _plan.KNOWN.values(), ids=str)
+@settings(max_examples=150)
+@given(
+    st.integers(2, 1024), st.integers(1, 10**5), st.integers(1, 40), st.sampled_from((1, 3, 17, 70)),
+    st.sampled_from((32, 128, 256)), st.sampled_from((None, (100, None), (5000, 0))), st.integers(0, 2**32),
+)  # fmt: skip
+def test_a_grid_has_room_for_all_lengths(limits, sequences, capacity, key_heads, queries, head_dim, window, seed):
+    plan, step = ragged_step(sequences, capacity, key_heads, queries, head_dim, limits, window=window)
+    args, tile_k = step.args, step.variant.tile_k
+    assert args["sequences"] == sequences and len(plan.steps) == 1
+    items, rng = args["key_heads"] * args["tiles"], np.random.default_rng(seed)
+    parts = {buffer.name: buffer.shape[0] for buffer in plan.buffers}.get("parts", 0)
+    uneven = np.exp(rng.uniform(0, math.log(capacity + 1), sequences)).astype(int)
+    few = np.where(np.arange(sequences) < 1 + seed % 3, capacity, 1)
+    for lengths in (uneven, few, np.full(sequences, capacity), rng.integers(0, capacity + 1, sequences), 0 * few):
+        lengths = np.minimum(lengths, capacity)
+        first = 0 if window is None else np.clip(lengths - queries - window[0], 0, lengths)
+        tiles = np.where(lengths > first, (lengths - 1) // tile_k + 1 - first // tile_k, 0).tolist()
+        splits = splits_of(args, tiles)
+        assert sum(splits) * items <= step.grid, "a split has no block"
+        assert step.grid <= parts or max(splits) == 1 or splits[0] == args["splits"] == 1, "a part has no room"
+        assert 8 * sum(tiles) < 2**31 and sum(tiles) * items + args["waves"] < 2**31
+
+
+def test_splits_follow_all_lengths():
+    """Of 64 sequences from 100 to 64k keys, no block has much more than a quarter of a multiprocessor's share."""
+    plan, step = ragged_step(64, 65536, 8, 1, 128)
+    args = step.args
+    for seed in range(10):
+        lengths = np.exp(np.random.default_rng(seed).uniform(math.log(100), math.log(65536), 64)).astype(int)
+        tiles = [-(-int(length) // step.variant.tile_k) for length in lengths]
+        splits = splits_of(args, tiles)
+        longest = max(-(-each // n) for each, n in zip(tiles, splits, strict=True))
+        usual = _plan.RAGGED_KEYS // step.variant.tile_k
+        assert max(splits) > 8 and longest <= max(8 * sum(tiles) / (4 * 2 * HOPPER.processors) + 1, usual)
+        assert sum(splits) * 8 <= 4 * 2 * HOPPER.processors + 64 * 8
+    assert splits_of(args, [512] * 64) == [args["splits"]] * 64, "alike: as many each as if they were full"
+    for fixed in ({"splits": 4}, {"batch_invariant": True}, {"lengths": None}):
+        _, step = ragged_step(64, 65536, 8, 1, 128, **fixed)
+        assert "sequences" not in step.args and step.grid == 64 * 8 * step.args["splits"]
+    _, step = ragged_step(1, 65536, 8, 1, 128)  # one alone has nobody to share with
+    assert "sequences" not in step.args
+    _, step = ragged_step(8, 1024, 8, 1, 128)  # what takes little time has few blocks to spare
+    assert step.grid == HOPPER.processors and splits_of(step.args, [64, *[1] * 7]) == [64 // 8, *[1] * 7]
+
+
+def test_lengths_of_too_many_sequences_are_not_read_by_each():
+    for sequences, capacity in ((_plan.MOST_RAGGED + 1, 100), (1024, 2**25)):
+        _, step = ragged_step(sequences, capacity, 8, 1, 128)
+        assert "sequences" not in step.args and step.grid == sequences * 8 * step.args["splits"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 48, 255, 256, 257, 1000, 2**29 + 1, 10**9])

@@ -59,6 +59,8 @@ def taken():
         single(2048, 8, 617, 3000, {}, kv_format="int8"),
         single(2048, 8, 5, 9000, {}, batch_invariant=True),
         single(2048, 32, 50, 4000, {}),
+        single(2048, 8, 66.6, 3700, {"read": 0.874, "fa3": 1.5}, shortest=100),
+        single(2048, 8, 70, 3600, {"read": 0.836}, shortest=100, page_size=16),
     ]
     fuzz = [{"examples": 40_000, "failures": 0}, {"examples": 2_224, "failures": 0}]
     sanitizer = [{"tool": "racecheck", "kernel": name, "errors": n} for name, n in (("forward", 1), ("backward", 46))]
@@ -152,6 +154,8 @@ def test_numbers(taken):
     wanted |= {"forward portable fa2 mean": "1.50", "int8 1x2048 us": "617", "int8 1x2048 times": "2.00"}
     wanted |= {"host sm90": "29", "host sm90 fa2": "20", "racecheck": "47", "racecheck backward": "46"}
     wanted |= {"cupy": "14.2", "nvrtc": "13.0", "cores": "16", "fuzz examples": "42,224", "fuzz failures": "0"}
+    wanted |= {"ragged 1x2048 us": "67", "ragged 1x2048 rate": "3,700", "ragged 1x2048 share": "87"}
+    wanted |= {"ragged 1x2048 paged 16 share": "84"}
     assert wanted.items() <= found.items()
 
 

@@ -368,6 +368,8 @@ FIRST_ROWS = replace(CACHE, queries=20, causal="top-left")
 BUSY = replace(CACHE, lengths=(290, 250, 70), heads=12, key_heads=4, queries=5)
 LONG_CACHE = replace(CACHE, lengths=(2000,), splits=1)  # rings that go round
 
+RAGGED = replace(CACHE, lengths=(290, 0, 70, 500, *[9] * 30, 130), page_size=None, splits=None)
+
 # Of values that are columns of keys: tiles of few rows and of many.
 LATENT = replace(CACHE, heads=3, key_heads=1, head_dim=576, value_dim=512, splits=2, latent=True)
 LATENT_MANY = replace(LATENT, heads=20, lengths=(290, 70), dtype="bfloat16")
@@ -466,8 +468,27 @@ MUTATIONS = (
         NO_ROOM, testing.check_decode_overflow,
     ),
     *(
+        Mutation(name, "shares.cuh", old, new, RAGGED, testing.check_decode_bound, blocks=3)
+        for name, old, new in (
+            ("length_beyond_the_last_read", "    if (sequence >= args.sequences) return 0;\n", ""),
+            ("shorter_splits_than_blocks", "args.waves), usual_one);", "args.waves), usual_one) / 4;"),
+            ("short_splits_left_out", "rank >= 0; --rank", "rank > 0; --rank"),
+            ("blocks_of_longer_splits_not_taken_off", "                block -= all;\n", ""),
+            ("blocks_of_sequences_before_not_taken_off", "block - shuffle_from(end - blocks, found)", "block"),
+            ("sum_of_some_lanes_before", "distance = 1; distance < WARP;", "distance = 1; distance < WARP / 2;"),
+        )
+    ),
+    *(
         Mutation(name, "split.cuh", old, new, recipe, check)
         for name, old, new, recipe, check in (
+            (
+                "parts_from_its_own_on", "part_row(args, r) - place.split * pitch;", "part_row(args, r);",
+                CACHE, testing.check_decode_bound,
+            ),
+            (
+                "parts_of_other_rows", "args.tiles * part_pitch(args);", "part_pitch(args);",
+                replace(BUSY, queries=20), testing.check_decode_bound,
+            ),
             (
                 "tile_dropped_at_the_end_of_a_split",
                 "clamp((place.split + 1) * share, 0, tiles)", "clamp((place.split + 1) * share - 1, 0, tiles)",

@@ -28,6 +28,15 @@ PROBE(places) {
 PROBE(xor_shuffles) {
     for (int n = 0; n < 5; ++n) output(args, n * WARP + lane_index(), shuffle_xor(lane_index() * 1.5, 1 << n));
 }
+PROBE(other_shuffles) {
+    for (int n = 0; n < 5; ++n) output(args, n * WARP + lane_index(), shuffle_up(3 * lane_index(), 1 << n));
+    output(args, 5 * WARP + lane_index(), shuffle_from(3 * lane_index(), 7));
+}
+PROBE(shuffle_from_several) { output(args, lane_index(), shuffle_from(1, lane_index() / 20)); }
+PROBE(reductions) {
+    output(args, 2 * lane_index(), redux_add(input<int>(args, lane_index())));
+    output(args, 2 * lane_index() + 1, redux_max(input<int>(args, lane_index())));
+}
 PROBE(votes) {
     const uint32 bits = input<uint32>(args, 0);
     const bool mine = bits >> lane_index() & 1;

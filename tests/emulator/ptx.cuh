@@ -55,6 +55,29 @@ inline int uniform(int value, Site here = HERE) {
     if (first != value) emulator::fail(here, "uniform: %d here, %d in lane 0", value, first);
     return first;
 }
+inline int shuffle_up(int value, int distance, Site here = HERE) {
+    return shuffle("shuffle_up", value, [distance](int lane) { return lane < distance ? lane : lane - distance; }, here);
+}
+inline int shuffle_from(int value, int lane, Site here = HERE) {
+    lane = uniform(lane, here);
+    return shuffle("shuffle_from", value, [lane](int) { return lane; }, here);
+}
+// All lanes get what `join(a, b)` makes of what they hold.
+template <typename Join>
+int redux(const char* what, int value, Join join, Site here) {
+    emulator::collective(emulator::thread().warp->lanes, what, value, [join](int** lanes) {
+        int all = *lanes[0];
+        for (int lane = 1; lane < WARP; ++lane) all = join(all, *lanes[lane]);
+        for (int lane = 0; lane < WARP; ++lane) *lanes[lane] = all;
+    }, here);
+    return value;
+}
+inline int redux_add(int value, Site here = HERE) {
+    return redux("redux_add", value, [](int a, int b) { return a + b; }, here);
+}
+inline int redux_max(int value, Site here = HERE) {
+    return redux("redux_max", value, [](int a, int b) { return a > b ? a : b; }, here);
+}
 inline uint32 ballot(bool predicate, Site here = HERE) {
     uint32 mine = predicate;
     emulator::collective(emulator::thread().warp->lanes, "ballot", mine, [](uint32** lanes) {
