@@ -420,7 +420,8 @@ def test_fuzz_finds_a_wrong_answer(monkeypatch, h200):
         return forward(q, k * k.dtype.type(1.01), v, **keywords)
 
     monkeypatch.setattr(cuflash, "forward", wrong)
-    total = fuzz_on_the_host(monkeypatch, [variant for variant in VARIANTS if variant.element == "float64"])
+    judged = [each for each in VARIANTS if each.element == "float64" and each.kernel != "decode_real"]
+    total = fuzz_on_the_host(monkeypatch, judged)
     assert total.failures > 0.8 * total.examples and "--replay forward_f64_f64" in total.messages[0]
 
 
