@@ -25,7 +25,6 @@ keeps them for the backward pass, where it stores one matrix more. No matrix of 
 """
 
 import argparse
-import importlib
 import math
 import statistics
 import sys
@@ -42,6 +41,7 @@ import contenders
 import timing
 
 import cuflash
+from cuflash.__main__ import gpu as find_gpu
 
 SMALL = {"layers": 12, "heads": 12, "width": 768, "length": 1024, "vocabulary": 50304, "batch": 8, "warmup": 100,
          "dtype": "float16"}  # fmt: skip
@@ -512,7 +512,9 @@ def parse(arguments):
 def main(arguments=None):
     """Train, print; 1 where the losses of the two are further apart than rounding explains, or one does not fall."""
     options = parse(arguments)
-    xp = importlib.import_module("numpy" if options.numpy else "cupy")
+    xp, reason = (np, "") if options.numpy else find_gpu()
+    if reason:
+        sys.exit(f"bench/gpt2.py: {reason}; --numpy needs no GPU")
     size = sum(map(math.prod, shapes(options).values()))
     print(
         f"{size / 1e6:,.1f} million weights: {options.layers} layers, {options.heads} heads, width {options.width}, "

@@ -25,7 +25,6 @@ float64 NumPy. Memory is the peak beyond arrays given and returned. What does no
 """
 
 import argparse
-import importlib
 import statistics
 import sys
 from pathlib import Path
@@ -38,6 +37,7 @@ import record
 import timing
 
 import cuflash
+from cuflash.__main__ import gpu as find_gpu
 
 DIMENSIONS = 3
 CHECKED_ROWS = 64
@@ -394,7 +394,9 @@ def parse(arguments):
 def main(arguments=None):
     """Print the table; 1 where an error of ours is larger than cancellation explains."""
     options = parse(arguments)
-    xp = importlib.import_module("numpy" if options.numpy else "cupy")
+    xp, reason = (np, "") if options.numpy else find_gpu()
+    if reason:
+        sys.exit(f"bench/science.py: {reason}; --numpy needs no GPU")
     print(f"{DIMENSIONS} dimensions, columns of targets: {options.columns}, epsilon {options.epsilon}, {xp.__name__}")
     print(line(COLUMNS))
     rows, wrong = [], []

@@ -17,7 +17,6 @@ graph, and a step of few sequences takes the host longer than the GPU.
 import argparse
 import collections
 import contextlib
-import importlib
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 import cuflash
+from cuflash.__main__ import gpu as find_gpu
 from cuflash._dtypes import ELEMENTS
 
 LLAMA = {
@@ -430,7 +430,9 @@ def parse(arguments):
 def main(arguments=None):
     """Serve, print, check; 1 where the checked request is too far from what it should be."""
     options = parse(arguments)
-    xp = importlib.import_module("numpy" if options.numpy else "cupy")
+    xp, reason = (np, "") if options.numpy else find_gpu()
+    if reason:
+        sys.exit(f"bench/serving.py: {reason}; --numpy needs no GPU")
     stack = Stack(options, xp, ELEMENTS[options.dtype].dtype, options.share_weights)
     print(
         f"{options.layers} layers{', all with the weights of the first' if options.share_weights else ''}, "

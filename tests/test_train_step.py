@@ -1,5 +1,6 @@
-"""bench/train_step.py: both steps agree, and what does not fit is said."""
+"""bench/train_step.py: both steps agree, and what does not fit is said; so is that there is no GPU, by others too."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -42,3 +43,11 @@ def test_naive_is_attention():
     assert np.allclose(out, reference.forward(*arrays, causal=True)[0])
     for grad, wanted in zip(grads, reference.backward(dout, *arrays, causal=True), strict=True):
         assert grad == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("name", ["train_step", "serving", "science", "gpt2"])
+def test_without_a_gpu_it_says_so(name, monkeypatch):
+    program = importlib.import_module(name)
+    monkeypatch.setattr(program, "find_gpu", lambda: (None, "CuPy finds no GPU"))
+    with pytest.raises(SystemExit, match=f"bench/{name}.py: CuPy finds no GPU; --numpy needs no GPU"):
+        program.main([])
