@@ -770,8 +770,8 @@ MUTATIONS = (
         )
     ),
     *(
-        Mutation("mask_against_the_capacity" + kind, "cache.cuh", "args.top_left ? 0 : keys -",
-                 "args.top_left ? 0 : capacity -", recipe, check)
+        Mutation("mask_against_the_capacity" + kind, "cache.cuh", "uniform(length_of(args, sequence, capacity))",
+                 "capacity", recipe, check)
         for kind, recipe, check in (
             ("", CACHE, testing.check_decode_bound), ("_of_forward", PREFILL, testing.check_prefill_bound),
         )
