@@ -38,10 +38,10 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 import contenders
+import gpu
 import timing
 
 import cuflash
-from cuflash.__main__ import gpu as find_gpu
 
 SMALL = {"layers": 12, "heads": 12, "width": 768, "length": 1024, "vocabulary": 50304, "batch": 8, "warmup": 100,
          "dtype": "float16"}  # fmt: skip
@@ -512,9 +512,7 @@ def parse(arguments):
 def main(arguments=None):
     """Train, print; 1 where the losses of the two are further apart than rounding explains, or one does not fall."""
     options = parse(arguments)
-    xp, reason = (np, "") if options.numpy else find_gpu()
-    if reason:
-        sys.exit(f"bench/gpt2.py: {reason}; --numpy needs no GPU")
+    xp = gpu.array_library("gpt2", options.numpy)
     size = sum(map(math.prod, shapes(options).values()))
     print(
         f"{size / 1e6:,.1f} million weights: {options.layers} layers, {options.heads} heads, width {options.width}, "

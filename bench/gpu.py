@@ -24,6 +24,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 import record
 
 from cuflash import _api, _compile, _launch, _plan, _problem, bounds
+from cuflash.__main__ import gpu as find_gpu
 from cuflash._dtypes import ELEMENTS
 
 DEFAULTS = {each.__name__: _launch.parameters(each)[1] for each in (_api.forward, _api.backward, _api.decode)}
@@ -94,6 +95,16 @@ def over_bound(actual, wanted, bound):
         actual = actual.astype(np.float64)
         error = np.where(actual == wanted, 0, np.abs(actual - wanted))
         return float(np.max(np.where(error == 0, 0, error / bound), initial=0))
+
+
+def array_library(program, numpy):
+    """NumPy where a program of ``bench/`` is asked for it; else CuPy, or the program's end, in a sentence."""
+    if numpy:
+        return np
+    cupy, reason = find_gpu()
+    if reason:
+        sys.exit(f"bench/{program}.py: {reason}; --numpy needs no GPU")
+    return cupy
 
 
 def to_device(array):

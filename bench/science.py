@@ -33,11 +33,11 @@ import numpy as np
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
+import gpu
 import record
 import timing
 
 import cuflash
-from cuflash.__main__ import gpu as find_gpu
 
 DIMENSIONS = 3
 CHECKED_ROWS = 64
@@ -394,9 +394,7 @@ def parse(arguments):
 def main(arguments=None):
     """Print the table; 1 where an error of ours is larger than cancellation explains."""
     options = parse(arguments)
-    xp, reason = (np, "") if options.numpy else find_gpu()
-    if reason:
-        sys.exit(f"bench/science.py: {reason}; --numpy needs no GPU")
+    xp = gpu.array_library("science", options.numpy)
     print(f"{DIMENSIONS} dimensions, columns of targets: {options.columns}, epsilon {options.epsilon}, {xp.__name__}")
     print(line(COLUMNS))
     rows, wrong = [], []

@@ -29,8 +29,9 @@ import numpy as np
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
+import gpu
+
 import cuflash
-from cuflash.__main__ import gpu as find_gpu
 from cuflash._dtypes import ELEMENTS
 
 LLAMA = {
@@ -430,9 +431,7 @@ def parse(arguments):
 def main(arguments=None):
     """Serve, print, check; 1 where the checked request is too far from what it should be."""
     options = parse(arguments)
-    xp, reason = (np, "") if options.numpy else find_gpu()
-    if reason:
-        sys.exit(f"bench/serving.py: {reason}; --numpy needs no GPU")
+    xp = gpu.array_library("serving", options.numpy)
     stack = Stack(options, xp, ELEMENTS[options.dtype].dtype, options.share_weights)
     print(
         f"{options.layers} layers{', all with the weights of the first' if options.share_weights else ''}, "

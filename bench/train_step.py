@@ -19,10 +19,10 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 import contenders
+import gpu
 import timing
 
 import cuflash
-from cuflash.__main__ import gpu as find_gpu
 
 TOKENS = 64 * 1024
 
@@ -82,9 +82,7 @@ def main(arguments=None):
     parser.add_argument("--numpy", action="store_true", help="float32 on the CPU instead of float16 on the GPU")
     options = parser.parse_args(arguments)
     batch = options.batch or max(TOKENS // options.length, 1)
-    xp, reason = (np, "") if options.numpy else find_gpu()
-    if reason:
-        sys.exit(f"bench/train_step.py: {reason}; --numpy needs no GPU")
+    xp = gpu.array_library("train_step", options.numpy)
     rows, apart = measure(batch, options.heads, options.length, options.head_dim, xp, options.rounds)
     sizes = f"{batch} x {options.heads} heads, length {options.length}, head_dim {options.head_dim}"
     print(f"{sizes}, causal, {xp.__name__}")

@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 
+import gpu
 import train_step
 
 from cuflash import reference
@@ -48,6 +49,6 @@ def test_naive_is_attention():
 @pytest.mark.parametrize("name", ["train_step", "serving", "science", "gpt2"])
 def test_without_a_gpu_it_says_so(name, monkeypatch):
     program = importlib.import_module(name)
-    monkeypatch.setattr(program, "find_gpu", lambda: (None, "CuPy finds no GPU"))
+    monkeypatch.setattr(gpu, "find_gpu", lambda: (None, "CuPy finds no GPU"))
     with pytest.raises(SystemExit, match=f"bench/{name}.py: CuPy finds no GPU; --numpy needs no GPU"):
         program.main([])
