@@ -53,6 +53,15 @@ def assert_same(one, other):
         np.testing.assert_array_equal(reference.host(x), reference.host(y))
 
 
+def captured(stream, call):
+    """What a call gives, and the graph of it, on the stream that is current. The call goes before as well: it compiles,
+    and its memory goes back to the pool, from which the capture takes it."""
+    call()
+    stream.begin_capture()
+    results = call()
+    return results, stream.end_capture()
+
+
 def in_threads(work, count):
     """Run ``work(n)`` in so many threads, all at once."""
     threads = [threading.Thread(target=work, args=(n,)) for n in range(count)]
@@ -113,10 +122,7 @@ def test_graph_replays_with_other_inputs(kind):
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        run(problem, arrays)  # compiles; its memory goes back to the pool, from which the capture takes it
-        stream.begin_capture()
-        results = run(problem, arrays)
-        graph = stream.end_capture()
+        results, graph = captured(stream, lambda: run(problem, arrays))
         for x, y in zip(arrays, others, strict=True):
             x[...] = y
         for x in results:
@@ -135,10 +141,9 @@ def test_graphs_and_streams_draw_tickets_of_their_own(spin):
     streams, graphs, results = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)], [], []
     for stream in streams[:2]:
         with stream:
-            run(problem, arrays)
-            stream.begin_capture()
-            results.append(run(problem, arrays))
-            graphs.append(stream.end_capture())
+            result, graph = captured(stream, partial(run, problem, arrays))
+            results.append(result)
+            graphs.append(graph)
     for _ in range(5):
         for graph, stream in zip(graphs, streams, strict=False):
             graph.launch(stream)
@@ -361,10 +366,7 @@ def test_decode_in_a_graph_follows_lengths_and_pages(changes):
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        decoded(problem, arrays)
-        stream.begin_capture()
-        results = decoded(problem, arrays)
-        graph = stream.end_capture()
+        results, graph = captured(stream, lambda: decoded(problem, arrays))
         for lengths in ((3000, 1, 0, 2999), (5, 700, 3000, 16), (0, 0, 0, 0)):
             arrays[3]["lengths"][...] = cupy.asarray(np.array(lengths, np.int32))
             if "page_table" in arrays[3] and lengths[0] == 5:  # all pages elsewhere
@@ -396,10 +398,7 @@ def test_a_graph_appends_at_lengths_that_its_caller_increases(changes):
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        decoded(problem, arrays, overflow=overflow)
-        stream.begin_capture()
-        results = decoded(problem, arrays, overflow=overflow)
-        graph = stream.end_capture()
+        results, graph = captured(stream, lambda: decoded(problem, arrays, overflow=overflow))
         told = []
         for seed in range(30):
             other = replace(problem, seed=seed)
@@ -520,10 +519,7 @@ def test_decode_of_sequences_of_different_lengths(changes):
     drawn = [np.exp(rng.uniform(np.log(100), np.log(longest), sequences)).astype(int) for _ in range(2)]
     cupy.cuda.Device().synchronize()
     with stream:
-        decoded(problem, arrays)
-        stream.begin_capture()
-        results = decoded(problem, arrays)
-        graph = stream.end_capture()
+        results, graph = captured(stream, lambda: decoded(problem, arrays))
         full, one = np.full(sequences, longest), longest * (np.arange(sequences) == 5)
         for lengths in (full, one, *drawn, rng.integers(0, 2, sequences)):
             arrays[3]["lengths"][...] = cupy.asarray(np.array(lengths, np.int32))
@@ -592,10 +588,7 @@ def test_columns_of_keys_in_a_graph_follow_lengths():
     arrays, stream = problem.arrays(cupy), cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        decoded(problem, arrays)
-        stream.begin_capture()
-        results = decoded(problem, arrays)
-        graph = stream.end_capture()
+        results, graph = captured(stream, lambda: decoded(problem, arrays))
         for lengths in ((3000, 1, 0, 2999), (5, 700, 3000, 16)):
             arrays[3]["lengths"][...] = cupy.asarray(np.array(lengths, np.int32))
             for _ in range(3):
@@ -664,10 +657,7 @@ def test_prefill_in_a_graph_follows_lengths_and_pages(changes):
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        prefilled(problem, arrays)
-        stream.begin_capture()
-        results = prefilled(problem, arrays)
-        graph = stream.end_capture()
+        results, graph = captured(stream, lambda: prefilled(problem, arrays))
         for lengths in ((3000, 1, 0, 2999), (5, 700, 3000, 16), (0, 0, 0, 0)):
             arrays[3]["lengths"][...] = cupy.asarray(np.array(lengths))
             for x in results:
