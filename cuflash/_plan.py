@@ -72,6 +72,7 @@ class Step:
     args: dict = field(hash=False)  # fields of the kernel's struct but the pointers
     tensor_maps: dict = field(default_factory=dict, hash=False)  # by field of the struct
     cooperative: bool = False  # all blocks are on the device at once: they wait for one another
+    cluster: int = 1  # blocks of a cluster, which read one another's shared memory
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 // One instruction a function, named after it; nothing here knows what attention is. This file alone holds inline
 // PTX, CUDA's built-in indices and barriers: an emulator of the same functions can take its place.
 //
-// Everything here runs on sm_80 and newer.
+// Everything here runs on sm_80 and newer, but clusters: sm_90 and newer.
 #pragma once
 
 namespace cuflash {
@@ -43,6 +43,22 @@ __device__ __forceinline__ void bar_sync(int barrier, int threads) {
 __device__ __forceinline__ void bar_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+
+// Blocks of this one's cluster, 1 where the launch has none; and the number of this one among them. sm_90 and newer.
+__device__ __forceinline__ int cluster_size() {
+    int blocks;
+    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));
+    return blocks;
+}
+__device__ __forceinline__ int cluster_rank() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// barrier.cluster.arrive: counts for the others' cluster_wait and goes on. Whole warps; sm_90 and newer.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// barrier.cluster.wait: until all threads of the cluster that have not left have arrived. Whole warps; sm_90 and newer.
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 template <typename T>
 __device__ __forceinline__ T shuffle_xor(T value, int mask) {
@@ -149,6 +165,30 @@ struct alignas(8) Vector8 {  // 8 bytes that travel together
 struct alignas(16) Vector16 {  // 16 bytes
     uint32 words[4];
 };
+
+// ld.shared::cluster: 8 or 16 bytes of the cluster's block of that rank, which lie there as at `address` in this one's
+// shared memory. That block must have begun, which a cluster_wait tells, and not have ended. sm_90 and newer.
+template <typename T>
+__device__ __forceinline__ T load_cluster(uint32 address, int rank) {
+    static_assert(sizeof(T) == 8 || sizeof(T) == 16, "8 or 16 bytes");
+    uint32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    if constexpr (sizeof(T) == 16) {
+        Vector16 v;
+        asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+                     : "r"(there)
+                     : "memory");
+        return __builtin_bit_cast(T, v);
+    } else {
+        Vector8 v;
+        asm volatile("ld.shared::cluster.v2.b32 {%0, %1}, [%2];"
+                     : "=r"(v.words[0]), "=r"(v.words[1])
+                     : "r"(there)
+                     : "memory");
+        return __builtin_bit_cast(T, v);
+    }
+}
 
 // ld.global: 16 bytes or, not `read`, zeros.
 __device__ __forceinline__ Vector16 load_global_16(const char* address, bool read) {

@@ -5,11 +5,14 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from drawn import rotating_third
+
+from cuflash import _plan
 
 SEEDS = range(6)
 SHARED_BYTES = 48 * 1024 + 64
@@ -30,7 +33,7 @@ def probes(emulator):
         preamble = f"namespace cuflash {{ {declared} using Element = {element}; }}\n"
         emulate = emulator.build(f'{preamble}#line 1 "probes_sm90.cu"\n{text}', "cuflash::cuflash_probe")
 
-        def run(name, given=(), dtype=np.int32, size=0, *, tensor=None, layout=None, threads=32, grid=1, seed=0):
+        def run(name, given=(), dtype=np.int32, size=0, *, tensor=None, layout=None, threads=32, grid=1, cluster=1, seed=0):
             """``tensor``: an array that the kernel may read and write; ``layout``: the rest of its map."""
             inputs, outputs = aligned(emulator, given, 1 << 16), aligned(emulator, (), 1 << 16)
             tensor = aligned(emulator, (), 8192) if tensor is None else tensor
@@ -39,7 +42,8 @@ def probes(emulator):
             args = encode(tensor, *layout) + address.tobytes()
             memory = [(inputs, False), (outputs, True), (tensor, True)]
             args += bytes(-len(args) % 128)
-            emulator.launch(emulate, grid, threads, args, SHARED_BYTES, memory, resident=True, seed=seed)
+            launched = (grid, threads, args, SHARED_BYTES, memory)
+            emulator.launch(emulate, *launched, cluster=cluster, resident=cluster == 1, seed=seed)
             return outputs.view(dtype)[:size]
 
         return run
@@ -91,6 +95,52 @@ def test_resident_blocks_wait_for_one_another(probe, seed):
 
 def test_registers_move(probe):
     assert (probe("registers_that_move", size=384, threads=384) == 1).all()
+
+
+# Clusters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_clusters_exchange_numbers(probe, blocks, seed):
+    grid = 16 // blocks * blocks
+    turn, thread, rank = np.ogrid[:3, :64, :blocks]
+    got = probe("cluster_exchange", size=9 * 64 * grid, threads=64, grid=grid, cluster=blocks, seed=seed)
+    first = turn * 10000 + rank * 1000
+    wanted = (first + 4 * (63 - thread), first + 4 * (thread ^ 32) + 2, first + 4 * (thread ^ 32) + 3)
+    for n, result in enumerate(np.moveaxis(got.reshape(3, grid, 64, 3), -1, 0)):
+        assert (result == (wanted[n] @ (rank.reshape(-1) + 1))[:, None]).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_clusters_of_other_kinds(probe, seed):
+    places = probe("cluster_places", size=24, grid=12, cluster=4, seed=seed).reshape(12, 2)
+    assert (places == [(4, block % 4) for block in range(12)]).all()
+    assert (probe("cluster_places", size=6, grid=3, seed=seed).reshape(3, 2) == [1, 0]).all()
+    got = probe("cluster_waited_for_by_one_warp", size=6 * 64, threads=64, grid=6, cluster=3, seed=seed)
+    assert (got.reshape(6, 64) == 2000 + 4 * np.arange(64)).all()
+    got = probe("cluster_without_a_block", size=5 * 32, threads=64, grid=6, cluster=6, seed=seed)
+    assert (got.reshape(5, 32) == 10000 + 5 * 4 * (63 - np.arange(32))).all()
+
+
+@pytest.mark.parametrize(
+    "grid, cluster, threads, message",
+    [
+        (3, 2, 64, "a grid of 3 blocks, not a multiple of the 2 of a cluster"),
+        (9, 9, 32, "a cluster of 9 blocks; wanted 1 to 8"),
+        (8, 8, 192, "a cluster of 8 blocks of 192 threads: 160 warps and units, whose time is kept; at most 144"),
+    ],
+)
+def test_clusters_that_cannot_be(emulator, probe, grid, cluster, threads, message):
+    with pytest.raises(emulator.EmulatorError, match=f"^{message}$"):
+        probe("cluster_places", grid=grid, cluster=cluster, threads=threads)
+
+
+def test_plans_ask_for_clusters(emulator):
+    asked = {}
+    stub = SimpleNamespace(build=lambda variant: variant, launch=lambda *given, **keywords: asked.update(keywords))
+    emulator.Host(stub).launcher(_plan.Step("a variant", 4, 64, 0, {}, cluster=2), None)(b"")
+    assert asked == {"cluster": 2, "resident": False}
 
 
 # Tensor maps and copies -----------------------------------------------------------------------------------------
@@ -380,6 +430,44 @@ def test_rules(emulator, probe, name):
             probe(name, threads=threads, seed=seed)
         assert re.search(message, str(error.value), re.DOTALL), str(error.value)
         assert "probes_sm90.cu" in str(error.value) or "deadlock" in str(error.value)
+
+
+CLUSTER_RULES = {  # of two blocks of 64 threads
+    "cluster_exchange_without_the_way_back": "(writes shared .*, read|reads shared .*, written) by thread \\d+ of rank [01] ",
+    "cluster_exchange_without_barriers": "reads shared memory of a block that may not have begun, that of rank [01]",
+    "cluster_written_after_the_arrival": "written by thread .*; nothing orders the two|, which nothing has written|"
+    "writes shared .* read by thread \\d+ of rank [01] .*; nothing orders the two",
+    "cluster_read_before_the_wait": "written by thread .* of rank [01] .*; nothing orders the two|nothing has written|"
+    "writes shared .* read by thread \\d+ of rank [01] .*; nothing orders the two",
+    "cluster_arrived_at_twice": "cluster_arrive by a thread that has arrived already and not waited since",
+    "cluster_waited_for_without_arrival": "cluster_wait by a thread that has not arrived since it last waited, or at all",
+    "cluster_waited_for_twice": "cluster_wait by a thread that has not arrived since it last waited, or at all",
+    "cluster_arrived_at_in_two_places": "cluster_arrive, while other lanes of the warp are at cluster_arrive, probes_sm90",
+    "cluster_arrived_at_by_half_a_warp": "deadlock.*lanes 0-15: cluster_arrive at probes_sm90.*lanes 16-31: left",
+    "cluster_arrived_at_by_too_few": "deadlock.*block 0, warp 1, lanes 0-31: bar_sync at .*"
+    "block 1, warp 1, lanes 0-31: cluster_wait at probes_sm90",
+    "cluster_block_has_left": "reads shared memory of a block that has ended, that of rank 1",
+    "cluster_block_leaves_too_early": "reads shared memory of a block that has ended, that of rank [01]|"
+    "its block ends, whose shared memory thread \\d+ of rank [01] reads here; nothing orders the two",
+    "cluster_block_leaves_having_arrived": "reads shared memory of a block that has ended, that of rank [01]|"
+    "its block ends, whose shared memory thread \\d+ of rank [01] reads here; nothing orders the two",
+    "cluster_rank_beyond": "reads shared memory of rank 2; the cluster has 2 blocks",
+    "cluster_rank_below": "reads shared memory of rank -1; the cluster has 2 blocks",
+    "cluster_beyond": "reads 16 bytes of shared memory at offset 49216; the block has 49216 bytes",
+    "cluster_below": "reads 8 bytes of shared memory at offset -8; the block has 49216 bytes",
+    "cluster_misaligned": "reads 16 bytes of shared memory at \\d+, not a multiple of 16",
+    "cluster_misaligned_half": "reads 8 bytes of shared memory at \\d+, not a multiple of 8",
+    "cluster_unwritten": "reads shared memory at offset \\d+, which nothing has written",
+}
+
+
+@pytest.mark.parametrize("name", CLUSTER_RULES)
+def test_rules_of_clusters(emulator, probe, name):
+    for seed in SEEDS:
+        with pytest.raises(emulator.EmulatorError) as error:
+            probe(name, threads=64, grid=4, cluster=2, seed=seed)
+        assert re.search(CLUSTER_RULES[name], str(error.value), re.DOTALL), str(error.value)
+        assert "probes_sm90.cu" in str(error.value)
 
 
 # Small kernels --------------------------------------------------------------------------------------------------

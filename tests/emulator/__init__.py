@@ -149,11 +149,12 @@ def launch(
     memory : sequence of (array, bool)
         The arrays that the kernel may read and, where the second is true, write.
     cluster : int
-        Blocks of a cluster.
+        Blocks of a cluster, of which the grid is a multiple.
     resident : bool
-        Whether all blocks live at once, as a cooperative launch has it: they may wait for one another. Else up to 4 do.
+        Whether all blocks live at once, as a cooperative launch has it: they may wait for one another. Else up to 4
+        clusters do.
     seed : int
-        Decides the order in which warps and lanes run, and how many blocks live at once.
+        Decides the order in which warps and lanes run, and how many clusters live at once.
     checks : int
         ``RACES`` and ``UNWRITTEN``, one or both or 0.
     most_events : int
@@ -175,7 +176,7 @@ def launch(
     packed[:] = np.frombuffer(args, np.uint8)
     described = _Launch(
         grid=grid, threads=threads, shared_bytes=shared_bytes, cluster=cluster, seed=seed % 2**64,
-        fewest_alive=grid if resident else 1, most_alive=grid if resident else 4,
+        fewest_alive=grid // cluster if resident else 1, most_alive=grid // cluster if resident else 4,
         checks=checks, most_events=most_events, ranges=ranges, range_count=len(ranges), args=packed.ctypes.data,
         message=ctypes.cast(message, ctypes.c_char_p), message_bytes=_MESSAGE_BYTES,
     )  # fmt: skip
@@ -266,7 +267,7 @@ class Host:
 
         def launch(argument):
             launched = (step.grid, step.threads, argument, step.shared_bytes, self.memory)
-            self.emulator.launch(emulate, *launched, resident=step.cooperative)
+            self.emulator.launch(emulate, *launched, cluster=step.cluster, resident=step.cooperative)
 
         return launch
 

@@ -13,11 +13,13 @@
 //   collectives     collective(thread().warp->lanes, what, mine, all, here): the last of 32 lanes to arrive calls
 //                   all(operands), operands[lane] pointing at each lane's `mine`; every lane then goes on. Results are
 //                   written through the pointers. thread().warp->group->threads: the same for 128 threads
-//   barriers        Barrier, barrier_sync(barrier, expected, ...), barrier_arrive(..., thread); block().barriers[16]
+//   barriers        Barrier, barrier_sync(barrier, expected, ...), barrier_arrive(..., thread); block().barriers[16];
+//                   arrive_at_cluster(here) and wait_for_cluster(here) are the two halves of the cluster's
 //   shared memory   addresses are uint32, a block's begin at SHARED_BASE (a multiple of 1024);
 //                   read_shared / write_shared(address, bytes, align, actor, here) check and return a pointer;
 //                   begin_async_write / end_async_write mark bytes that something in flight will write: who touches
-//                   them before the end is stopped; map_shared(address, rank) is another block's of the cluster
+//                   them before the end is stopped; map_shared(address, rank) is another block's of the cluster, and
+//                   read_cluster(address, rank, bytes, here) reads it where that block has begun and not ended
 //   global memory   check_global(pointer, bytes, align, WRITES or READS, here)
 //   actors          who touches shared memory, for the race check: a Thread, or a unit that works beside the threads:
 //                   block().units[TENSOR + warp] (wgmma), block().units[COPY + n] (TMA and bulk copies; n < COPIES, one
@@ -76,7 +78,8 @@ struct Site {
 // The default argument that is the caller's place.
 #define HERE emulator::Site::now()
 
-constexpr int WARP_LANES = 32, GROUP_WARPS = 4, MOST_THREADS = 1024, MOST_CLUSTER = 2;
+constexpr int WARP_LANES = 32, GROUP_WARPS = 4, MOST_THREADS = 1024;
+constexpr int MOST_CLUSTER = 8;         // blocks that any device with clusters takes
 constexpr uint32_t SHARED_BASE = 1024;  // as on sm_90, where the first 1024 bytes are the system's
 constexpr int RANK_SHIFT = 24;          // of the addresses of a cluster's shared memory
 
@@ -91,7 +94,7 @@ struct Range {
 };
 struct Launch {
     uint64_t grid, threads, shared_bytes, cluster;
-    uint64_t seed, fewest_alive, most_alive;  // blocks
+    uint64_t seed, fewest_alive, most_alive;  // clusters at once
     uint64_t checks;
     uint64_t most_events;  // after that many a launch is taken for endless
     const Range* ranges;   // in order
@@ -104,7 +107,8 @@ struct Launch {
 
 // Time -----------------------------------------------------------------------------------------------------------
 
-constexpr int COMPONENTS = MOST_CLUSTER * (MOST_THREADS / WARP_LANES + UNITS);
+// Of a cluster: two blocks of the most threads, or more of fewer.
+constexpr int COMPONENTS = 2 * (MOST_THREADS / WARP_LANES + UNITS);
 
 // Up to which time of each component (the warps of a cluster, then its units) something has been ordered after it.
 struct Clock {
@@ -180,6 +184,7 @@ struct Thread : Actor, States {
     int index = 0, lane = 0;  // in the block, in the warp
     int position = 0;         // in the warp's order
     bool left = false;        // the kernel has returned
+    uint32_t arrivals = 0, waits = 0;  // at the cluster's barrier
     const char* waits_for = nullptr;
     Site waits_at{};
     Groups<AsyncCopy> copies;
@@ -215,6 +220,15 @@ struct Barrier {
     std::vector<Thread*> waiting;
 };
 
+// Of a cluster: who has arrived may do other things before it waits. Nobody arrives again before it has waited, so that
+// of the phases one is being waited for and one being arrived at, no more.
+struct ClusterBarrier {
+    int arrived = 0;     // in this phase, of the threads that have not left
+    uint32_t phase = 0;  // how often it has opened
+    Clock clocks[2];     // of the phases of each parity
+    std::vector<Thread*> waiting;
+};
+
 struct Record {  // of an access to shared memory
     uint32_t time = 0;  // 0: none
     uint16_t actor = 0, site = 0;
@@ -237,11 +251,13 @@ struct Block : States {
     char* shared = nullptr;
     std::vector<Cell> cells;
     struct Cluster* cluster = nullptr;
+    std::vector<Record> readers;  // by component: when it last read this memory from another block; empty: none has
+    Clock left;                   // of the threads that have left since
 };
 
 struct Cluster {
     std::vector<std::unique_ptr<Block>> blocks;
-    Barrier barrier;
+    ClusterBarrier barrier;
     uint32_t time[COMPONENTS];  // now, of each component
     int live() const {
         int sum = 0;
@@ -487,6 +503,48 @@ inline void sync_block(Site here) {
     barrier_sync(block().all, block().live, "sync_threads", here);
 }
 
+inline void open(ClusterBarrier& barrier) {
+    for (Thread* waiting : barrier.waiting) {
+        acquire(*waiting, barrier.clocks[barrier.phase & 1]);
+        unblock(*waiting);
+    }
+    barrier.waiting.clear();
+    barrier.arrived = 0;
+    barrier.clocks[++barrier.phase & 1] = Clock();
+    progress();
+}
+
+// All threads of the cluster that have not left, whole warps at one place in the text. A thread may leave without the
+// wait that its arrival allows: PTX counts those that have not left.
+inline void arrive_at_cluster(Site here) {
+    Thread& t = thread();
+    if (t.arrivals > t.waits) fail(here, "cluster_arrive by a thread that has arrived already and not waited since");
+    collective(t.warp->lanes, "cluster_arrive", t, [](Thread** lanes) {
+        Cluster& cluster = *block().cluster;
+        ClusterBarrier& barrier = cluster.barrier;
+        for (int n = 0; n < WARP_LANES; ++n) {
+            release(*lanes[n], barrier.clocks[barrier.phase & 1]);
+            ++lanes[n]->arrivals;
+        }
+        barrier.arrived += WARP_LANES;
+        if (barrier.arrived >= cluster.live()) open(barrier);
+    }, here);
+}
+
+inline void wait_for_cluster(Site here) {
+    Thread& t = thread();
+    if (t.arrivals == t.waits) fail(here, "cluster_wait by a thread that has not arrived since it last waited, or at all");
+    collective(t.warp->lanes, "cluster_wait", *t.warp, [](Warp** lanes) { shuffle_lanes(*lanes[0]); }, here);
+    ClusterBarrier& barrier = block().cluster->barrier;
+    if (barrier.phase == t.waits) {
+        barrier.waiting.push_back(&t);
+        block_on("cluster_wait", here);
+    } else {
+        acquire(t, barrier.clocks[t.waits & 1]);
+    }
+    ++t.waits;
+}
+
 inline void sync_lanes(Site here) {
     Thread& t = thread();
     collective(t.warp->lanes, "sync_warp", t, [](Thread** lanes) {
@@ -539,9 +597,10 @@ inline uint32_t map_shared(uint32_t address, int rank) {
     const int threads = static_cast<int>(world.launch->threads), cluster = static_cast<int>(world.launch->cluster);
     const int unit = (record.actor - threads * cluster) / WARP_LANES;
     const Site site = world.sites[record.site];
-    char who[32];
+    char who[64];
     if (record.actor < threads * cluster) {
-        std::snprintf(who, sizeof who, "thread %d", record.actor % threads);
+        const int length = std::snprintf(who, sizeof who, "thread %d", record.actor % threads);
+        if (cluster > 1) std::snprintf(who + length, sizeof who - length, " of rank %d", record.actor / threads);
     } else {
         std::snprintf(who, sizeof who, unit % (TENSOR + threads / WARP_LANES) >= TENSOR ? "a wgmma" : "an asynchronous copy");
     }
@@ -631,6 +690,40 @@ inline char* write_shared(uint32_t address, uint32_t bytes, uint32_t align, Site
     return write_shared(address, bytes, align, thread(), block(), here);
 }
 
+// By the running thread, from the block of that rank: an address of its own block's window. Whose shared memory is read
+// must have begun, as far as the thread can know, and must not end before: see `end_block`.
+inline char* read_cluster(uint32_t address, int rank, uint32_t bytes, Site here) {
+    Thread& t = thread();
+    Block& own = *t.block;
+    const int blocks = static_cast<int>(own.cluster->blocks.size()), warps = static_cast<int>(own.warps.size());
+    if (rank < 0 || rank >= blocks) fail(here, "reads shared memory of rank %d; the cluster has %d blocks", rank, blocks);
+    if (address >> RANK_SHIFT) fail(here, "reads shared memory of rank %d by an address of no block's own: %#x", rank, address);
+    if (rank != own.rank) {
+        Block& other = block_of_cluster(rank);
+        if (other.live == 0) fail(here, "reads shared memory of a block that has ended, that of rank %d", rank);
+        const uint32_t* known = t.clock.at + rank * warps;
+        if (std::all_of(known, known + warps, [](uint32_t time) { return time == 0; })) {
+            fail(here, "reads shared memory of a block that may not have begun, that of rank %d: no barrier of the cluster "
+                       "is waited for before", rank);
+        }
+        if (other.readers.empty()) other.readers.resize(world.components);
+        other.readers[t.component()] = Record{time_of(own, t), static_cast<uint16_t>(t.number), number_of(here)};
+    }
+    return read_shared(map_shared(address, rank), bytes, bytes, t, own, here);
+}
+
+// The running thread, the last of its block, has left: what other blocks have read must have been read for one of its threads.
+inline void end_block(const Block& own) {
+    if (!(world.launch->checks & RACES)) return;
+    const int threads = static_cast<int>(world.launch->threads);
+    for (size_t n = 0; n < own.readers.size(); ++n) {
+        const Record& read = own.readers[n];
+        if (read.time <= own.left.at[n]) continue;
+        fail(world.sites[read.site], "its block ends, whose shared memory thread %d of rank %d reads here; nothing orders the two",
+             read.actor % threads, read.actor / threads);
+    }
+}
+
 // Global memory --------------------------------------------------------------------------------------------------
 
 inline void check_global(const void* pointer, size_t bytes, size_t align, Access access, Site here) {
@@ -692,6 +785,11 @@ inline void begin_thread() {
     --own.live;
     progress();
     if (own.live > 0 && own.all.arrived >= own.live) complete(own.all);
+    ClusterBarrier& barrier = own.cluster->barrier;
+    if (t.arrivals > barrier.phase) --barrier.arrived;
+    if (barrier.arrived > 0 && barrier.arrived >= own.cluster->live()) open(barrier);
+    if (!own.readers.empty()) own.left.join(t.clock, world.components);
+    if (own.live == 0) end_block(own);
     t.warp->ready &= ~(1u << t.position);
     switch_away();
     __builtin_unreachable();
@@ -888,6 +986,21 @@ bool run(Launch& launch, void (*kernel)(Args)) {
     world.current = nullptr;
     world.last_range = nullptr;
     world.components = static_cast<int>(launch.cluster * (launch.threads / WARP_LANES * 2 + TENSOR));
+    launch.events = 0;
+    const int grid = static_cast<int>(launch.grid), cluster = static_cast<int>(launch.cluster);
+    if (cluster < 1 || cluster > MOST_CLUSTER) {
+        report("a cluster of %d blocks; wanted 1 to %d", cluster, MOST_CLUSTER);
+        return false;
+    }
+    if (grid % cluster != 0) {
+        report("a grid of %d blocks, not a multiple of the %d of a cluster", grid, cluster);
+        return false;
+    }
+    if (world.components > COMPONENTS) {
+        report("a cluster of %d blocks of %d threads: %d warps and units, whose time is kept; at most %d", cluster,
+               static_cast<int>(launch.threads), world.components, COMPONENTS);
+        return false;
+    }
     world.body = [kernel, &launch] { kernel(*static_cast<const Args*>(launch.args)); };
     if (world.scheduler_stack == nullptr) world.scheduler_stack = world.stacks.take();
     world.scheduler = context(world.scheduler_stack, 0, [] { schedule(); });

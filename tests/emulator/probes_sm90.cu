@@ -152,6 +152,159 @@ PROBE(barrier_arrived_at_does_not_wait) {  // so what others wrote before it may
     }
 }
 
+// Clusters. Each block has 64 threads, and 16 bytes of shared memory for each.
+
+inline uint32 slot(int thread) { return shared_memory() + 16 * thread; }
+inline Vector16 numbers(int turn, int rank, int thread) {
+    const uint32 first = turn * 10000 + rank * 1000 + thread * 4;
+    return {{first, first + 1, first + 2, first + 3}};
+}
+inline void sync_cluster() {
+    cluster_arrive();
+    cluster_wait();
+}
+// Turns of numbers for the others. Summed, the weights of ranks being 1, 2, ...: the first of those that a thread of each has
+// left, and the last two.
+inline void exchange_in_cluster(const Args& args, bool second_barrier) {
+    const int rank = cluster_rank(), blocks = cluster_size(), thread = thread_index();
+    for (int turn = 0; turn < 3; ++turn) {
+        store_shared(slot(thread), numbers(turn, rank, thread));
+        sync_cluster();
+        uint32 sums[3] = {};
+        for (int n = 0; n < blocks; ++n) {
+            const Vector16 all = load_cluster<Vector16>(slot(63 - thread), n);
+            const Vector8 half = load_cluster<Vector8>(slot(thread ^ 32) + 8, n);
+            sums[0] += (n + 1) * all.words[0];
+            sums[1] += (n + 1) * half.words[0];
+            sums[2] += (n + 1) * half.words[1];
+        }
+        const int at = ((turn * grid_size() + static_cast<int>(fresh_block_index())) * 64 + thread) * 3;
+        for (int n = 0; n < 3; ++n) output(args, at + n, sums[n]);
+        if (second_barrier) sync_cluster();
+    }
+}
+PROBE(cluster_exchange) { exchange_in_cluster(args, true); }
+PROBE(cluster_exchange_without_the_way_back) { exchange_in_cluster(args, false); }
+PROBE(cluster_exchange_without_barriers) {
+    store_shared(slot(thread_index()), Vector16{});
+    sync_threads();
+    load_cluster<Vector16>(slot(thread_index()), cluster_rank());  // its own it may
+    load_cluster<Vector16>(slot(thread_index()), cluster_rank() ^ 1);
+    sync_cluster();
+}
+PROBE(cluster_written_after_the_arrival) {
+    sync_cluster();
+    cluster_arrive();
+    store_shared(slot(thread_index()), Vector16{});
+    cluster_wait();
+    load_cluster<Vector8>(slot(thread_index()), cluster_rank() ^ 1);
+    sync_cluster();
+}
+PROBE(cluster_read_before_the_wait) {
+    sync_cluster();
+    store_shared(slot(thread_index()), Vector16{});
+    cluster_arrive();
+    load_cluster<Vector16>(slot(thread_index()), cluster_rank() ^ 1);
+    cluster_wait();
+    sync_cluster();
+}
+PROBE(cluster_waited_for_by_one_warp) {  // which tells the other by the block's own barrier
+    store_shared(slot(thread_index()), numbers(0, cluster_rank(), thread_index()));
+    cluster_arrive();
+    if (warp_index() == 0) cluster_wait();
+    sync_threads();
+    const Vector16 all = load_cluster<Vector16>(slot(thread_index()), cluster_size() - 1);
+    output(args, static_cast<int>(fresh_block_index()) * 64 + thread_index(), all.words[0]);
+    if (warp_index() == 1) cluster_wait();
+    sync_cluster();
+}
+PROBE(cluster_without_a_block) {  // the last one; and of the others the second warp leaves where the first must wait
+    const int rank = cluster_rank(), blocks = cluster_size();
+    if (rank == blocks - 1) return;
+    store_shared(slot(thread_index()), numbers(0, rank, thread_index()));
+    cluster_arrive();
+    if (warp_index() == 1) return;
+    cluster_wait();
+    uint32 sum = 0;
+    for (int n = 0; n < blocks - 1; ++n) sum += load_cluster<Vector16>(slot(63 - thread_index()), n).words[0];
+    output(args, rank * WARP + thread_index(), sum);
+    sync_cluster();
+}
+PROBE(cluster_places) {
+    const int block = static_cast<int>(fresh_block_index());
+    output(args, 2 * block, cluster_size());
+    output(args, 2 * block + 1, cluster_rank());
+}
+PROBE(cluster_arrived_at_twice) {
+    cluster_arrive();
+    cluster_arrive();
+}
+PROBE(cluster_waited_for_without_arrival) { cluster_wait(); }
+PROBE(cluster_waited_for_twice) {
+    sync_cluster();
+    cluster_wait();
+}
+PROBE(cluster_arrived_at_in_two_places) {
+    if (lane_index() < 16) {
+        cluster_arrive();
+    } else {
+        cluster_arrive();
+    }
+}
+PROBE(cluster_arrived_at_by_half_a_warp) {
+    if (lane_index() < 16) cluster_arrive();
+}
+PROBE(cluster_arrived_at_by_too_few) {  // a warp waits for what another would do after the barrier
+    if (cluster_rank() == 0 && warp_index() == 1) bar_sync(3, 64);
+    sync_cluster();
+    if (cluster_rank() == 0 && warp_index() == 0) bar_arrive(3, 64);
+}
+PROBE(cluster_block_has_left) {
+    if (cluster_rank() == 1) return;
+    sync_cluster();
+    load_cluster<Vector16>(slot(0), 1);
+}
+PROBE(cluster_block_leaves_too_early) {
+    store_shared(slot(thread_index()), Vector16{});
+    sync_cluster();
+    load_cluster<Vector16>(slot(thread_index()), cluster_rank() ^ 1);
+}
+PROBE(cluster_block_leaves_having_arrived) {
+    store_shared(slot(thread_index()), Vector16{});
+    sync_cluster();
+    load_cluster<Vector16>(slot(thread_index()), cluster_rank() ^ 1);
+    cluster_arrive();
+}
+PROBE(cluster_rank_beyond) {
+    sync_cluster();
+    load_cluster<Vector16>(slot(0), cluster_size());
+}
+PROBE(cluster_rank_below) {
+    sync_cluster();
+    load_cluster<Vector16>(slot(0), -1);
+}
+PROBE(cluster_beyond) {
+    sync_cluster();
+    load_cluster<Vector16>(shared_memory() + BARRIERS + 64, cluster_rank() ^ 1);
+}
+PROBE(cluster_below) {
+    sync_cluster();
+    load_cluster<Vector8>(shared_memory() - 8, cluster_rank() ^ 1);
+}
+PROBE(cluster_misaligned) {
+    sync_cluster();
+    load_cluster<Vector16>(slot(0) + 8, cluster_rank() ^ 1);
+}
+PROBE(cluster_misaligned_half) {
+    sync_cluster();
+    load_cluster<Vector8>(slot(0) + 4, cluster_rank() ^ 1);
+}
+PROBE(cluster_unwritten) {
+    store_shared(slot(thread_index()), Vector8{});
+    sync_cluster();
+    load_cluster<Vector16>(slot(thread_index()), cluster_rank() ^ 1);
+}
+
 // Tensor copies
 
 PROBE(load_box) {  // in: five coordinates, bytes

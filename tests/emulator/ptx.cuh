@@ -34,6 +34,11 @@ inline void bar_arrive(int barrier, int threads, Site here = HERE) {
     emulator::meet_at_named("bar_arrive", barrier, threads, false, here);
 }
 
+inline int cluster_size() { return static_cast<int>(emulator::world.launch->cluster); }
+inline int cluster_rank() { return emulator::block().rank; }
+inline void cluster_arrive(Site here = HERE) { emulator::arrive_at_cluster(here); }
+inline void cluster_wait(Site here = HERE) { emulator::wait_for_cluster(here); }
+
 // Each lane gets what lane source(its own) holds.
 template <typename T, typename Source>
 T shuffle(const char* what, T value, Source source, Site here) {
@@ -159,6 +164,14 @@ struct alignas(8) Vector8 {  // 8 bytes that travel together
 struct alignas(16) Vector16 {  // 16 bytes
     uint32 words[4];
 };
+
+template <typename T>
+T load_cluster(uint32 address, int rank, Site here = HERE) {
+    static_assert(sizeof(T) == 8 || sizeof(T) == 16, "8 or 16 bytes");
+    T value;
+    std::memcpy(&value, emulator::read_cluster(address, rank, sizeof(T), here), sizeof(T));
+    return value;
+}
 
 inline Vector16 load_global_16(const char* address, bool read, Site here = HERE) {
     return read ? load_global<Vector16>(address, here) : Vector16{};

@@ -54,7 +54,13 @@ class Case:
     args: dict  # field -> Map, name of an array, or number; the fields of the kernel's struct in order
     arrays: dict  # name -> array; a result holds what the kernel finds there
     results: dict  # name -> what the kernel leaves there
-    grid: int = 1  # blocks, all there at once
+    grid: int = 1  # blocks, all there at once where they form no clusters
+    cluster: int = 1  # blocks of a cluster
+
+    @property
+    def resident(self):
+        """Whether all blocks are there at once."""
+        return self.grid > 1 and self.cluster == 1
 
     def preamble(self):
         """The constants and types of this case, and the products for NVRTC."""
@@ -231,6 +237,32 @@ def reduce(blocks, columns=32, *, integers=True, element="bfloat16", seed=0):
     )  # fmt: skip
 
 
+def cluster(blocks, threads=64, *, clusters=2, turns=3, leaver=None, arrives=False, integers=True, seed=0):
+    """Blocks that add one another's numbers, by rank. One, ``leaver``, leaves at once or, ``arrives``, before its wait."""
+    rng = np.random.default_rng(seed)
+    shape = (turns, clusters, blocks, threads, 4)
+    values = (rng.integers(-64, 65, shape) if integers else rng.standard_normal(shape)).astype(np.float32)
+    there = [rank for rank in range(blocks) if rank != leaver]
+    thread = np.arange(threads)
+    quads, pairs = np.full(shape, -1, np.float32), np.full((*shape[:-1], 2), -1, np.float32)
+    for reader in there:
+        sums = np.zeros((2, turns, clusters, threads, 4), np.float32)
+        for rank in there:
+            sums[0] += values[:, :, rank, (thread + reader + 1) % threads]
+            sums[1] += values[:, :, rank, threads - 1 - thread]
+        quads[:, :, reader], pairs[:, :, reader] = sums[0], sums[1][..., 2:]
+    left = "" if leaver is None else f"-{'arrives' if arrives else 'without'}{leaver}"
+    return Case(
+        f"cluster-blocks{blocks}-threads{threads}{left}{'' if integers else '-rounded'}", "cluster", "bfloat16",
+        {"SHARED_BYTES": 128 * 16}, (), threads,
+        {"in": "in", "quads": "quads", "pairs": "pairs", "turns": turns, "threads": threads,
+         "leaver": blocks if leaver is None else leaver, "arrives": int(arrives)},
+        {"in": values, "quads": np.full_like(quads, -1), "pairs": np.full_like(pairs, -1)},
+        {"quads": quads, "pairs": pairs},
+        grid=clusters * blocks, cluster=blocks,
+    )  # fmt: skip
+
+
 def accumulators(tiles):
     """Tiles of 64 rows as the threads of a warpgroup hold them: blocks of 16 x 8, four floats a lane."""
     *leading, rows, columns = tiles.shape
@@ -264,6 +296,12 @@ def cases():
     yield reduce(7)
     yield reduce(3, 64, element="float16")
     yield reduce(5, 16, integers=False)
+    yield cluster(2, 128, clusters=3)
+    yield cluster(4, 64)
+    yield cluster(8, 128, clusters=1)
+    yield cluster(8, 64, integers=False)
+    yield cluster(4, 128, leaver=1)
+    yield cluster(4, 64, leaver=2, arrives=True)
 
 
 def repeated():
@@ -292,7 +330,8 @@ def emulate(case, seed=0, text=None):
     args = case.packed(lambda name: memory[name].ctypes.data, encode)
     ranges = [(array, name in case.results) for name, array in memory.items()]
     shared = case.constants["SHARED_BYTES"]
-    emulator.launch(function, case.grid, case.threads, args, shared, ranges, resident=True, seed=seed)
+    launched = (function, case.grid, case.threads, args, shared, ranges)
+    emulator.launch(*launched, cluster=case.cluster, resident=case.resident, seed=seed)
     return {name: memory[name] for name in case.results}
 
 
@@ -321,9 +360,10 @@ def on_device(case):
     kernel.max_dynamic_shared_size_bytes = shared = case.constants["SHARED_BYTES"]
     memory = {name: cupy.asarray(np.frombuffer(array.tobytes(), np.uint8)) for name, array in case.arrays.items()}
     args = case.packed(lambda name: memory[name].data.ptr, encode_by_driver)
-    launch = _compile.cooperative(kernel) if case.grid > 1 else kernel
-    launch((case.grid,), (case.threads,), (np.void(args),), shared_mem=shared)
-    cupy.cuda.Device().synchronize()
+    device = cupy.cuda.Device()
+    launched = (kernel, device.id, case.grid, case.threads, shared, case.resident)
+    _compile.launcher(*launched, case.cluster)(cupy.cuda.get_current_stream().ptr, _compile.Argument(args))
+    device.synchronize()
     return {name: memory[name].get().view(x.dtype).reshape(x.shape) for name, x in case.results.items()}
 
 
