@@ -59,6 +59,9 @@ SHARED = run.chain(4, in_shared=True)
 TILES = run.tiles()
 REDUCE = run.reduce(4, 16)
 ROUNDED = run.reduce(5, 16, integers=False)
+CLUSTER = run.cluster(4)
+ORDERED = run.cluster(4, integers=False)
+LEAVING = run.cluster(4, leaver=1, arrives=True)
 
 MUTATIONS = (
     # Barriers
@@ -114,6 +117,19 @@ MUTATIONS = (
     Mutation("second_stores", REDUCE, "if (step == 0) {", "if (step < 2) {"),
     Mutation("image_not_transposed", REDUCE, "stmatrix_x4_trans(shared", "stmatrix_x4(shared"),
     Mutation("blocks_go_the_same_way", REDUCE, "    int tile = block;", "    int tile = 0;"),
+    # Clusters
+    Mutation("cluster_not_waited_for", CLUSTER, "        cluster_wait();\n        const int other",
+             "        const int other"),
+    Mutation("cluster_waited_for_too_late", CLUSTER, "        cluster_wait();\n    }\n", "    }\n    cluster_wait();\n"),
+    Mutation("numbers_left_after_the_arrival", CLUSTER,
+             "        store_shared(shared + thread * 16, mine);\n        cluster_arrive();",
+             "        cluster_arrive();\n        store_shared(shared + thread * 16, mine);"),
+    Mutation("blocks_leave_before_all_is_read", CLUSTER, "        cluster_arrive();  // it has read",
+             "        if (turn + 1 == args.turns) return;\n        cluster_arrive();"),
+    Mutation("ranks_in_another_order", ORDERED, "(shared + other * 16, n)", "(shared + other * 16, n ^ 1)"),
+    Mutation("rank_beyond", CLUSTER, "(shared + other * 16, n)", "(shared + other * 16, n + 1)"),
+    Mutation("other_half_read", CLUSTER, "* 16 + 8, n)", "* 16 + 4, n)"),
+    Mutation("block_read_that_has_left", LEAVING, "            if (n == leaver) continue;\n"),
     # Products
     Mutation("stage_released_early", RING, "if (t > 0) release(before);", "release(place.stage);"),
     Mutation("wait_one_group_short", CHAIN, "wgmma_wait_group<1>();", "wgmma_wait_group<2>();"),

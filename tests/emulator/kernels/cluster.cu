@@ -8,6 +8,9 @@
 
 namespace cuflash {
 
+constexpr int MOST_THREADS = 128;
+static_assert(SHARED_BYTES == MOST_THREADS * 16, "SHARED_BYTES: four floats of each thread");
+
 struct Args {
     const char* in;       // [turn][block][thread], four floats
     char *quads, *pairs;  // four and two
@@ -21,7 +24,7 @@ struct alignas(8) Pair {
     float x[2];
 };
 
-extern "C" __global__ void __launch_bounds__(128) cluster(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) cluster(const __grid_constant__ Args args) {
     const uint32 shared = shared_memory();
     const int rank = cluster_rank(), blocks = cluster_size(), threads = static_cast<int>(args.threads);
     const int leaver = static_cast<int>(args.leaver), thread = thread_index();
