@@ -56,9 +56,13 @@ __device__ __forceinline__ int cluster_rank() {
     return rank;
 }
 // barrier.cluster.arrive: counts for the others' cluster_wait and goes on. Whole warps; sm_90 and newer.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 // barrier.cluster.wait: until all threads of the cluster that have not left have arrived. Whole warps; sm_90 and newer.
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 template <typename T>
 __device__ __forceinline__ T shuffle_xor(T value, int mask) {

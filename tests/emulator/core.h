@@ -533,7 +533,7 @@ inline void arrive_at_cluster(Site here) {
 
 inline void wait_for_cluster(Site here) {
     Thread& t = thread();
-    if (t.arrivals == t.waits) fail(here, "cluster_wait by a thread that has not arrived since it last waited, or at all");
+    if (t.arrivals == t.waits) fail(here, "cluster_wait by a thread that has not arrived since it last waited");
     collective(t.warp->lanes, "cluster_wait", *t.warp, [](Warp** lanes) { shuffle_lanes(*lanes[0]); }, here);
     ClusterBarrier& barrier = block().cluster->barrier;
     if (barrier.phase == t.waits) {
@@ -712,14 +712,15 @@ inline char* read_cluster(uint32_t address, int rank, uint32_t bytes, Site here)
     return read_shared(map_shared(address, rank), bytes, bytes, t, own, here);
 }
 
-// The running thread, the last of its block, has left: what other blocks have read must have been read for one of its threads.
+// The running thread, the last of its block, has left: what other blocks have read must come before one of them left.
 inline void end_block(const Block& own) {
     if (!(world.launch->checks & RACES)) return;
     const int threads = static_cast<int>(world.launch->threads);
     for (size_t n = 0; n < own.readers.size(); ++n) {
         const Record& read = own.readers[n];
         if (read.time <= own.left.at[n]) continue;
-        fail(world.sites[read.site], "its block ends, whose shared memory thread %d of rank %d reads here; nothing orders the two",
+        fail(world.sites[read.site],
+             "its block ends, whose shared memory thread %d of rank %d reads here; nothing orders the two",
              read.actor % threads, read.actor / threads);
     }
 }

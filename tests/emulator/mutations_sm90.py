@@ -120,7 +120,8 @@ MUTATIONS = (
     # Clusters
     Mutation("cluster_not_waited_for", CLUSTER, "        cluster_wait();\n        const int other",
              "        const int other"),
-    Mutation("cluster_waited_for_too_late", CLUSTER, "        cluster_wait();\n    }\n", "    }\n    cluster_wait();\n"),
+    Mutation("cluster_waited_for_too_late", CLUSTER, "        cluster_wait();\n    }\n",
+             "    }\n    cluster_wait();\n"),
     Mutation("numbers_left_after_the_arrival", CLUSTER,
              "        store_shared(shared + thread * 16, mine);\n        cluster_arrive();",
              "        cluster_arrive();\n        store_shared(shared + thread * 16, mine);"),

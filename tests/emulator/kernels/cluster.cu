@@ -2,8 +2,8 @@
 //
 // `quads`: the four floats of a thread, which another of each block has left. `pairs`: the last two of one more.
 //
-// The block of rank `leaver` brings nothing and leaves: at once or, `arrives`, between its arrival and the wait, which the
-// others must not notice. The rest leave when all have been read.
+// The block of rank `leaver` brings nothing and leaves: at once or, `arrives`, between its arrival and the wait, which
+// the others must not notice. The rest leave when all have been read.
 #include "ptx_sm90.cuh"
 
 namespace cuflash {
@@ -32,7 +32,9 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) cluster(const __grid_
         if (args.arrives) cluster_arrive();
         return;
     }
-    auto place = [&](int turn) { return (static_cast<int64>(turn) * grid_size() + fresh_block_index()) * threads + thread; };
+    auto place = [&](int turn) {
+        return (static_cast<int64>(turn) * grid_size() + fresh_block_index()) * threads + thread;
+    };
     Quad mine = load_global<Quad>(args.in + place(0) * 16);
 #pragma unroll 1
     for (int turn = 0; turn < args.turns; ++turn) {

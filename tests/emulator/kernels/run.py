@@ -238,7 +238,7 @@ def reduce(blocks, columns=32, *, integers=True, element="bfloat16", seed=0):
 
 
 def cluster(blocks, threads=64, *, clusters=2, turns=3, leaver=None, arrives=False, integers=True, seed=0):
-    """Blocks that add one another's numbers, by rank. One, ``leaver``, leaves at once or, ``arrives``, before its wait."""
+    """Blocks that add one another's numbers, by rank. ``leaver`` leaves at once or, ``arrives``, before its wait."""
     rng = np.random.default_rng(seed)
     shape = (turns, clusters, blocks, threads, 4)
     values = (rng.integers(-64, 65, shape) if integers else rng.standard_normal(shape)).astype(np.float32)
