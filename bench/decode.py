@@ -9,7 +9,8 @@
 
 A figure is one CUDA graph of several calls, one behind the other, over caches that take turns: at least 8 calls, and as
 many as read 256 MB, so that none finds its cache in L2. Their time is divided by their number. Contenders are captured
-and timed in the same way. Beside sequences that differ in length, ``read`` is a kernel that reads as many bytes and
+and timed in the same way. Caches that are full and in one piece go without lengths, which torch's functions do not take
+either. Beside sequences that differ in length, ``read`` is a kernel that reads as many bytes and
 does nothing with them: its ratio is the share of the memory's rate that is reached.
 """
 
@@ -78,8 +79,8 @@ def cache_bytes(case, scales=None):
 class Caches:
     """Queries and caches that take turns, random normal numbers, on the GPU.
 
-    ``tables`` are keywords of a call, ``append`` what makes it write its last keys first and rotate them and q, so that
-    it reads as many.
+    ``tables`` say where keys lie, ``told`` is what a call of ours is given of them, and ``append`` what makes it write its
+    last keys first and rotate them and q, so that it reads as many.
     """
 
     def __init__(self, case, scales=None):
@@ -107,6 +108,7 @@ class Caches:
         if case.page_size:
             order = np.random.default_rng(7).permutation(pages).reshape(case.batch, -1)
             self.tables["page_table"] = cupy.asarray(order.astype(np.int32))
+        self.told = self.tables if case.page_size or case.shortest else {}
 
     def _normal(self, random, shape):
         import cupy
@@ -293,7 +295,7 @@ def measure(case, options, rivals):
 
     caches = Caches(case, options.scales)
     keywords = {"engine": case.engine, "splits": options.splits, "batch_invariant": options.batch_invariant}
-    keywords |= caches.tables
+    keywords |= caches.told
     first = [caches.q, *(cache for cache, _ in caches.pairs[0])], caches.scales_of(caches.pairs[0])
     out = cuflash.decode(*first[0], **keywords, **first[1])
     error = error_over_bound(case, caches, out)

@@ -4,7 +4,9 @@ Two doors: ``load`` compiles and loads for a device; ``check`` compiles for any 
 """
 
 import ctypes
+import struct
 import threading
+from functools import cache
 
 # CuPy appends _CUPYS and the device's -arch to these; its disk cache is keyed by options, text and NVRTC's version.
 _OPTIONS = ("-std=c++17",)
@@ -62,17 +64,19 @@ class Argument:
         self.address = ctypes.addressof(self._place)  # of the list of arguments
 
 
-def launcher(kernel, device, grid, threads, shared_bytes, cooperative):
+def launcher(kernel, device, grid, threads, shared_bytes, cooperative, cluster):
     """What launches a kernel: ``launch(stream, argument)``, for the address of a stream and an `Argument`.
 
     By the driver's function, since a kernel of CuPy's looks at each argument anew and makes cooperative launches, whose
     blocks are on the device at once, of modules with relocatable code alone. That these need not be: nothing here asks
-    the device's library for a barrier of the grid.
+    the device's library for a barrier of the grid. Blocks may be in clusters, of which the grid is a multiple.
     """
     from cupy.cuda import driver, runtime
 
     start, function = driver.launchCooperativeKernel if cooperative else driver.launchKernel, kernel.kernel.ptr
     rest = () if cooperative else (0,)
+    if cluster > 1:
+        start, rest = _in_clusters(cluster), ()
 
     def launch(stream, argument):
         known = _thread.__dict__
@@ -82,6 +86,31 @@ def launcher(kernel, device, grid, threads, shared_bytes, cooperative):
         start(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, argument.address, *rest)
 
     return launch
+
+
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+
+
+def _in_clusters(cluster):
+    """The like of ``driver.launchKernel`` for blocks in clusters: cuLaunchKernelEx, which CuPy does not wrap."""
+    from cupy.cuda import driver
+
+    start, packed = _launch_kernel_ex(), struct.pack("=I4x3I52x", _CLUSTER_DIMENSION, cluster, 1, 1)
+    attribute = ctypes.create_string_buffer(packed)
+
+    def launch(function, *facts):
+        *facts, arguments = facts
+        config = struct.pack("=7I4xQQI4x", *facts, ctypes.addressof(attribute), 1)
+        driver.check_status(start(config, function, arguments, None))
+
+    return launch
+
+
+@cache
+def _launch_kernel_ex():
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes, function.restype = [ctypes.c_char_p, *[ctypes.c_void_p] * 3], ctypes.c_int
+    return function
 
 
 def check(variant, arch):

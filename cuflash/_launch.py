@@ -252,7 +252,8 @@ class _CuPy:
     def launcher(self, step, device):
         """What launches a step on the current stream: ``launch(argument)``."""
         kernel, current_stream = _compile.load(step.variant, device), self.current_stream
-        launch = _compile.launcher(kernel, device, step.grid, step.threads, step.shared_bytes, step.cooperative)
+        facts = step.grid, step.threads, step.shared_bytes, step.cooperative, step.cluster
+        launch = _compile.launcher(kernel, device, *facts)
         return lambda argument: launch(current_stream().ptr, argument)
 
     def integers(self, array, lowest, highest):

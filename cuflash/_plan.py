@@ -376,7 +376,15 @@ def decode_variant(dtype, dim, limits, rows=1):
             break
     else:
         return decode_variant(dtype, dim, limits)
-    return Variant("decode", dtype, "window", dim, dim, tile_q, tile_k, warps, DECODE_BLOCKS, stages, shared)
+    return Variant(
+        "decode", dtype, "window", dim, dim, tile_q, tile_k, warps, DECODE_BLOCKS, stages, shared,
+        clusters=_clusters(limits),
+    )  # fmt: skip
+
+
+def _clusters(limits):
+    """Whether a device has clusters."""
+    return int(limits.capability >= (9, 0))
 
 
 # Tiles of decode from 8-bit caches, likewise. Three sizes, for what is padded is not read, one tile of rows, and q's
@@ -403,7 +411,7 @@ def decode_8bit_variant(kv_format, dim, limits):
             break
     return Variant(
         "decode_8bit", kv_format, "window", dim, dim, tile_q, tile_k, warps, DECODE_BLOCKS, stages, shared,
-        converts=int(kv_format == "e4m3" and limits.capability >= (8, 9)),
+        converts=int(kv_format == "e4m3" and limits.capability >= (8, 9)), clusters=_clusters(limits),
     )  # fmt: skip
 
 
@@ -428,7 +436,10 @@ def decode_real_variant(dtype, dim, limits):
         tile_k = 4 * keys // itemsize
         ring, weights = 2 * itemsize * stages * tile_k * dim, tile_k * (itemsize * tile_q + 16)
         shared = itemsize * tile_q * dim + warps * (ring + 2 * itemsize * tile_q + weights) + 16
-        found = Variant("decode_real", dtype, "window", dim, dim, tile_q, tile_k, warps, blocks, stages, shared)
+        found = Variant(
+            "decode_real", dtype, "window", dim, dim, tile_q, tile_k, warps, blocks, stages, shared,
+            clusters=_clusters(limits),
+        )  # fmt: skip
         if shared <= limits.shared_bytes:
             break
     return found
@@ -900,6 +911,19 @@ MOST_RAGGED = 1024  # sequences, whose lengths each warp of each block reads
 # Of values that are columns of keys, parts are long: 2 KB a row, which the block that comes last adds by itself. With
 # splits as many as the root of this share of the keys, that takes about as long as what a split has to do.
 LATENT_SPLIT = 32
+# Splits that are the blocks of a cluster add their parts from one another's shared memory, which takes 1 us, and 2.5 by
+# way of global memory. But clusters of more than two leave some multiprocessors of an H200 with two blocks and others
+# with none, so these are for short splits: with 32 items and 4 splits, 1 x 1k 10.4 us (without 11.7), 1 x 2k 14.9
+# (15.5), 1 x 4k 23.9 (23.0), 1 x 8k 41.3 (37.8).
+LARGEST_CLUSTER = 8  # that every device has which has any
+CLUSTER_KEYS = 512  # of a split, at most, where more than two are a cluster
+# Keys of a split, at most, for it to be one of a cluster's rather than of twice as many that are not: with 8 items,
+# 1 x 1k 7.5 us with 8 splits, 8.4 with 16; 1 x 2k 9.6, 9.5; 1 x 8k 19.9, 15.7.
+FEWER_KEYS = 128
+# Where sequences differ and there are items for this share of the multiprocessors at two splits each, a pair a cluster:
+# 8 x 8k, 64 items, 65.8 us, 68.7 with 4 splits; 7 x 8k 61, 81; 8 x 64k 470, 478. From pages of 16, 72.6 and 71.2.
+PAIRED = 0.7
+LATE_WAVES = 1.5  # of blocks, from which on half of the first begin late: 64 x 1k, 67.5 -> 66.8 us, 32 heads 247 -> 241
 MOST_WAVES = 16  # so long as the blocks are no more, for those of short sequences have nothing to do but end
 
 
@@ -955,6 +979,7 @@ def _portable_decode(problem, limits, reason):
         "splits": splits,
         "fewest": fewest,
         **(shares or (0, {}))[1],
+        **_late(variant, limits, items * splits),
         **paging,
         **_sides(problem),
         "out_vectors": int(_layout.in_chunks(operands["out"], element.itemsize)),
@@ -975,7 +1000,8 @@ def _portable_decode(problem, limits, reason):
             args["q_strides"] = (0, *_rotated(problem).strides[:3])
     together = min(LARGEST_GRID // max(blocks, 1), sequences)  # sequences of a launch
     largest = shares[0] if shares else together * blocks  # blocks of one, of which each has room for a part
-    if largest > items or splits > 1:
+    cluster = _cluster(problem, variant, tiles, args["splits"])
+    if shares and largest > items or splits > 1 and cluster == 1:
         record = min(rows, variant.tile_q) * (variant.value_dim + 4)  # a row's quads, then its reference and sum
         buffers += (
             Buffer("parts", (largest, record), element.lse.name, (0,)),
@@ -988,6 +1014,7 @@ def _portable_decode(problem, limits, reason):
             threads=32 * variant.warps,
             shared_bytes=variant.shared_bytes,
             args={**args, "first_sequence": first},
+            cluster=cluster,
         )
         for first in range(0, sequences if rows else 0, together)
     )
@@ -1099,6 +1126,8 @@ def _splits(problem, variant, limits, items):
         # Where pages are looked up or bytes converted it does not: pages of 16, with 32 items, 1 x 64k 264 us with 4
         # splits, 247 with 8. Short splits are no gain: 1 x 8k, with 8, 16.7 us with 16, 18.1 with 33.
         filling = max(filling, min(_filling(2, limits, items), most * tile // SHORT_KEYS))
+    if variant.clusters and most * tile <= LARGEST_CLUSTER * FEWER_KEYS:
+        filling = min(filling, LARGEST_CLUSTER)
     balancing = min(-(-most * tile // MOST_KEYS), MOST_WAVES * limits.processors * variant.blocks_per_sm // items)
     fewest = tile * _fewest(variant) if filling > 1 else FEWEST_BESIDE_OTHERS
     return max(min(max(filling, balancing), -(-most * tile // fewest)), 1), fewest // tile
@@ -1136,15 +1165,34 @@ def _shares(problem, variant, limits, items, splits):
     # An item has one split more than whole shares at most, and no more than it would have if shares were the shortest.
     least, short, usual = (items * max(-(-most // args[f"{which}_share"]), 1) for which in ("least", "short", "usual"))
     shared = min(args["waves"] + items, max(usual, together), max(short, limits.processors), least)
-    if shared > limits.processors:
+    plain = problem.page_table is None and problem.kv_format is None
+    if variant.clusters and plain and PAIRED <= 2 * items / limits.processors <= 1:
+        splits = 2
+    elif shared > limits.processors:
         # Some multiprocessors get two blocks of such a grid before others get one, so that with a block for each there
         # some are done late: where lengths are alike, 8 x 8k, 64 items, 86 us with 2 splits. With 4 all get two.
         splits = max(splits, min(_filling(variant.blocks_per_sm, limits, items), most * tile // SHORT_KEYS))
     args["splits"] = splits
-    grid = max(items * splits, shared)
+    cluster = _cluster(problem, variant, items // sequences // problem.key_heads, splits)
+    grid = -(-max(items * splits, shared) // cluster) * cluster
     if grid > LARGEST_GRID or most * max(items, 8 * sequences) > LARGEST_SUM:
         return None
     return grid, args
+
+
+def _late(variant, limits, blocks):
+    """Which of so many blocks begin late; see ``begin_late`` in ``kernels/split.cuh``."""
+    first = limits.processors
+    late = variant.blocks_per_sm == 2 and blocks >= LATE_WAVES * 2 * first
+    return {"late_first": first, "late_end": 2 * first} if late else {}
+
+
+def _cluster(problem, variant, tiles, splits):
+    """Blocks of a cluster: all splits of a tile of rows, or 1."""
+    if not variant.clusters or tiles > 1 or not 1 < splits <= LARGEST_CLUSTER:
+        return 1
+    keys = _most_tiles(problem, variant.tile_k, problem.queries) * variant.tile_k
+    return splits if splits == 2 or keys <= splits * CLUSTER_KEYS else 1
 
 
 def _fewest(variant):

@@ -80,7 +80,7 @@ def _backward_args(maps="", more=(), scale=np.float32):
 def _decode_args(scale_log2=np.float32):
     sizes = (
         "queries capacity appended heads group head_dim value_dim key_heads tiles splits fewest first_sequence "
-        "sequences lone wave waves least_share short_share usual_share "
+        "sequences lone wave waves least_share short_share usual_share late_first late_end "
         "pages page_size page_multiplier page_shift left right top_left out_vectors bfloat16 k_slots v_slots"
     )
     return _struct(
@@ -198,6 +198,7 @@ class Variant:
     parts: int = 0  # float32: bfloat16 that a number is split into
     converts: int = 0  # decode: whether the device converts E4M3
     paged: int = 0  # forward: whether keys and values lie in a cache
+    clusters: int = 0  # decode: whether splits may be the blocks of a cluster
 
     @property
     def name(self):
@@ -264,6 +265,7 @@ class Variant:
             "converts": ("decode_8bit",),
             "query_steps": ("forward_sm90", "decode_latent"),
             "paged": ("forward",),
+            "clusters": ("decode", "decode_8bit", "decode_latent", "decode_real"),
         }
         return self.kernel in owners.get(field.name, ("forward_sm90",))
 

@@ -80,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
     const Mask mask = mask_of(args, place.sequence, args.capacity);
     const Work work = work_of(args, mask, place);
     if (place.split >= work.splits) return;
+    begin_late(args, work);
     const Pages pages = pages_of(args, place.sequence);
     const Scaled score{args.scale_log2};
     const uint32 shared = shared_memory();

@@ -342,6 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const Mask mask = mask_of(args, place.sequence, args.capacity);
     const Work work = work_of(args, mask, place);
     if (place.split >= work.splits) return;
+    begin_late(args, work);
     const Pages pages = pages_of(args, place.sequence);
     const uint32 shared = shared_memory();
     const uint32 ring = shared + RINGS_START + warp_index() * RING_BYTES;

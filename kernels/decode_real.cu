@@ -249,6 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const Mask mask = mask_of(args, place.sequence, args.capacity);
     const Work work = work_of(args, mask, place);
     if (place.split >= work.splits) return;
+    begin_late(args, work);
     if (TILE_Q == 4 || work.rows <= 4) {
         decode<4>(args, mask, place, work);
     } else {

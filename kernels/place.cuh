@@ -103,6 +103,7 @@ struct Paged {
     int splits;  // of what its rows see, at most
     int fewest;  // tiles of keys of one, at least
     int group;   // query heads of a key head
+    bool clustered = false;  // its splits are the blocks of a cluster
 
     // Block `block` of those of sequences that have so many splits each, from one sequence on.
     __device__ Paged(uint32 block, int first_sequence, int key_heads, int splits, int fewest, int tiles, int group)

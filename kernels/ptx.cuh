@@ -33,6 +33,9 @@ __device__ __forceinline__ int warp_index() { return fresh_thread_index() / WARP
 // A value that all lanes hold alike: the compiler may keep it, and what follows from it, in uniform registers.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
+// Sleeps for about so long, at most twice that.
+__device__ __forceinline__ void nanosleep(uint32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
+
 __device__ __forceinline__ void sync_threads() { __syncthreads(); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 // bar.sync: the `threads` that name the same `barrier` (1 to 15; 0 is sync_threads) wait for one another.
@@ -228,6 +231,13 @@ __device__ __forceinline__ void cp_async_16(uint32 shared, const char* global, b
     asm volatile("{\n.reg .pred ignore;\nsetp.eq.u32 ignore, %2, 0;\n"
                  "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, ignore;\n}" ::"r"(shared), "l"(global),
                  "r"(static_cast<uint32>(read))
+                 : "memory");
+}
+// The same for what is read once: the L2 cache lets it go before anything else (createpolicy's evict_first).
+__device__ __forceinline__ void cp_async_16_once(uint32 shared, const char* global, bool read) {
+    asm volatile("{\n.reg .pred ignore;\nsetp.eq.u32 ignore, %2, 0;\n"
+                 "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, ignore, %3;\n}" ::"r"(shared),
+                 "l"(global), "r"(static_cast<uint32>(read)), "l"(0x12f0000000000000)
                  : "memory");
 }
 // The same of 4 bytes.

@@ -153,7 +153,7 @@ __device__ __forceinline__ void copy_rows(uint32 base, const char* source, const
         }
     };
     if (bytes % CHUNK == 0) {
-        each([](uint32 to, const char* from, int left, bool read) { cp_async_16(to, from, read && left > 0); });
+        each([](uint32 to, const char* from, int left, bool read) { cp_async_16_once(to, from, read && left > 0); });
     } else {
         each([](uint32 to, const char* from, int left, bool read) {
             cp_async_16(to, from, read ? clamp(left, 0, CHUNK) : 0);
@@ -290,6 +290,48 @@ __device__ __forceinline__ void finish(Rows& rows, bool missing) {
     }
 }
 
+// A quad from the shared memory of another block of the cluster.
+__device__ __forceinline__ Quad load_quad(uint32 address, int rank) {
+    struct {
+        Vector16 x[sizeof(Quad) / CHUNK];
+    } chunks;
+#pragma unroll
+    for (int n = 0; n < static_cast<int>(sizeof(Quad)) / CHUNK; ++n) {
+        chunks.x[n] = load_cluster<Vector16>(address + n * CHUNK, rank);
+    }
+    return __builtin_bit_cast(Quad, chunks);
+}
+
+// Splits that are the blocks of a cluster leave their parts in shared memory, where their first warp's were, and each
+// takes some of the rows, to add those of all in the order of splits.
+template <typename Store>
+__device__ __forceinline__ void conclude_in_cluster(const Paged& place, const Work& work, uint32 shared, Store store) {
+    auto out_at = [=](int r) { return shared + RINGS_START + r * OUT_PITCH; };
+    auto row_at = [=](int r) { return shared + ROWS_START + r * static_cast<int>(sizeof(SoftmaxRow<Real>)); };
+    for (int r = warp_index(); r < work.rows; r += WARPS) {
+        const Part part = sum_of_warps(shared, r);
+        sync_warp();  // all lanes have read what is written over
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+            if (column_of(p) < VALUE_DIM) store_shared(out_at(r) + column_of(p) * sizeof(Real), part.out[p]);
+        }
+        if (lane_index() == 0) store_shared(row_at(r), part.row);
+    }
+    cluster_arrive();
+    cluster_wait();
+    for (int r = place.split + warp_index() * work.splits; r < work.rows; r += WARPS * work.splits) {
+        Part part;
+#pragma unroll 8  // as many loads on their way
+        for (int split = 0; split < work.splits; ++split) {
+            part.add(load_cluster<SoftmaxRow<Real>>(row_at(r), split),
+                     [&](int column) { return load_quad(out_at(r) + column * sizeof(Real), split); });
+        }
+        store(r, part);
+    }
+    cluster_arrive();
+    cluster_wait();  // until then others may read what is here
+}
+
 // The end of a block: its warps' parts are added and, where there are several splits, those of all. `leave(ring, rows)`
 // writes the warp's part to shared memory, `store(r, part)` what row r of the block's tile comes to.
 template <typename Leave, typename Store>
@@ -299,6 +341,9 @@ __device__ __forceinline__ void join(const Args& args, const Paged& place, const
     leave(shared + RINGS_START + warp_index() * RING_BYTES,
           shared + ROWS_START + warp_index() * TILE_Q * sizeof(SoftmaxRow<Real>));
     sync_threads();
+    if constexpr (CLUSTERS) {
+        if (place.clustered) return conclude_in_cluster(place, work, shared, store);
+    }
     conclude(args, place, work, shared + LAST_START, [&](int r) { return sum_of_warps(shared, r); }, store);
 }
 

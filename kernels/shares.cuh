@@ -37,13 +37,14 @@ __device__ __forceinline__ int parts_of(int whole, int part) { return (whole + p
 // Which block of which sequence's a block is, and how many splits that has.
 struct Turn {
     int sequence, splits, fewest, block;
-    bool idle;  // there is none for it
+    bool idle;   // there is none for it
+    bool fixed;  // the host knows how many there are
 };
 
 template <typename Args>
 __device__ __forceinline__ Turn turn_of(const Args& args, int block) {
     const int lane = lane_index(), items = args.key_heads * args.tiles;  // of a sequence
-    const Turn none = {0, 1, 1, 0, true};
+    const Turn none = {0, 1, 1, 0, true, false};
     int total = 0, longest = 0;
     for (int first = 0; first < args.sequences; first += WARP) {
         const int tiles = tiles_of(args, first + lane);
@@ -53,7 +54,7 @@ __device__ __forceinline__ Turn turn_of(const Args& args, int block) {
     total = redux_add(total);
     longest = redux_max(longest);
     if (8 * total >= 7 * longest * args.sequences) {  // alike
-        if (block < args.sequences * items * args.splits) return {0, args.splits, args.fewest, block, false};
+        if (block < args.sequences * items * args.splits) return {0, args.splits, args.fewest, block, false, true};
         return none;
     }
     const int everything = total * items;  // tiles of all items
@@ -81,7 +82,8 @@ __device__ __forceinline__ Turn turn_of(const Args& args, int block) {
                 end += lane < distance ? 0 : below;
             }
             const int found = find_first_set(ballot(block < end));
-            return {first + found, shuffle_from(splits, found), 1, block - shuffle_from(end - blocks, found), false};
+            block -= shuffle_from(end - blocks, found);
+            return {first + found, shuffle_from(splits, found), 1, block, false, false};
         }
     }
     return none;
@@ -89,9 +91,10 @@ __device__ __forceinline__ Turn turn_of(const Args& args, int block) {
 
 template <typename Args>
 __device__ __forceinline__ Paged locate(const Args& args) {
-    Turn turn = {args.first_sequence, args.splits, args.fewest, static_cast<int>(fresh_block_index()), false};
+    Turn turn = {args.first_sequence, args.splits, args.fewest, static_cast<int>(fresh_block_index()), false, true};
     if (args.sequences > 0) turn = turn_of(args, turn.block);
     Paged place(turn.block, turn.sequence, args.key_heads, turn.splits, turn.fewest, args.tiles, args.group);
+    if constexpr (CLUSTERS) place.clustered = turn.fixed && cluster_size() > 1;
     if (turn.idle) place.split = turn.splits;  // beyond the last
     return place;
 }

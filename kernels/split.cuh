@@ -5,8 +5,9 @@
 // device alone knows (shares.cuh); blocks for which none is left end at once.
 //
 // What a block makes of its rows is a part: out against a reference of its own, and the sum of weights. Where there are
-// several splits it goes to global memory; the block that comes last adds those of all in the order of splits. So the
-// order of arithmetic is that of the keys, whoever comes when, and wherever pages lie.
+// several splits it goes to global memory; the block that comes last adds those of all in the order of splits. Or, where
+// they are the blocks of a cluster, it stays in shared memory, from where they add all in the same order (rings.cuh). So
+// the order of arithmetic is that of the keys, whoever comes when, and wherever pages lie.
 #pragma once
 
 #include "cache.cuh"
@@ -64,6 +65,7 @@ struct Args {
     int sequences;                 // whose lengths decide on shares; 0 where `splits` does, whatever lengths are
     int lone, wave, waves;         // blocks beside one an item: one a multiprocessor, as fit on it, some times as many
     int least_share, short_share, usual_share;  // tiles of keys of a block
+    int late_first, late_end;      // blocks that begin late
     int pages, page_size;
     uint32 page_multiplier;  // see Divisor
     int page_shift;
@@ -76,6 +78,7 @@ struct Args {
 template struct ArgsLayout<Args>;
 
 // Where and which -------------------------------------------------------------------------------------------------
+
 
 // Whether the append step has turned the sequence away.
 __device__ __forceinline__ bool refused(const Args& args, const Paged& place) {
@@ -108,6 +111,15 @@ __device__ __forceinline__ Work work_of(const Args& args, const Mask& mask, cons
     work.first_key = first_key;
     work.end_key = clamp(work.end_tile * TILE_K, 0, end_key);
     return work;
+}
+
+// Blocks that begin together on a multiprocessor read together, and wait together when they begin and end. Where there
+// are several waves, the second block of each in the first wave begins later, by a quarter of what it takes.
+__device__ __forceinline__ void begin_late(const Args& args, const Work& work) {
+    const int64 block = fresh_block_index();
+    if (block < args.late_first || block >= args.late_end) return;
+    constexpr int LATEST_NS = 8000, TILE_NS = TILE_K * (HEAD_DIM + VALUE_DIM) * WIDTH / 64;
+    nanosleep(clamp(work.end_tile - work.first_tile, 0, LATEST_NS / TILE_NS) * TILE_NS);
 }
 
 // Copies ----------------------------------------------------------------------------------------------------------

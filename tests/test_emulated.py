@@ -16,7 +16,7 @@ from cuflash._dtypes import FORMATS
 fuzz = pytest.importorskip("emulator.fuzz")
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")  # the first two share a kernel file
-AMPERE = (8, 0)  # whose products in float64 have 8 rows
+AMPERE = (8, 0)  # whose products in float64 have 8 rows, and which has no clusters
 SMALL = (8, 6)  # whose shared memory is
 WIDE = {  # head_dim and value_dim: kernels with one stage, and with two sizes that differ
     "float16": (192, 192),
@@ -39,7 +39,8 @@ CASES = [  # check, dtype, dims, engine, examples, perhaps capability: hundreds 
     *((check.__name__, dtype, None, "sm90", 15) for check in testing.forward_checks for dtype in DTYPES[:2]),
     *((check.__name__, dtype, None, "sm90", 15) for check in testing.forward_checks for dtype in ("float32", "tf32")),
     *(("check_bound", dtype, dims, "sm90", 4) for dtype in ("float32", "tf32") for dims in SPLIT),
-    *((check.__name__, dtype, None, "portable", 25) for check in testing.decode_checks for dtype in DTYPES[:2]),
+    *((check.__name__, dtype, None, "portable", 20) for check in testing.decode_checks for dtype in DTYPES[:2]),
+    *((check.__name__, "bfloat16", None, "portable", 10, AMPERE) for check in testing.decode_checks),
     *((check.__name__, "float32", None, "portable", 40) for check in testing.decode_checks),
     *((check.__name__, "float64", None, "portable", 20) for check in testing.decode_checks),
     *((check.__name__, kind, None, "portable", 25) for check in testing.decode_checks for kind in FORMATS),

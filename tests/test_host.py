@@ -5,8 +5,10 @@ kernels do with their arguments: it finds rows and keys by address alone.
 """
 
 import contextlib
+import ctypes
 import math
 import re
+import struct
 import sys
 from collections import Counter
 from dataclasses import fields, replace
@@ -98,8 +100,9 @@ def pretended_gpu(limits=OLDER):
         yield written
 
 
-def python_launcher(kernel, device, grid, threads, shared_bytes, cooperative):
+def python_launcher(kernel, device, grid, threads, shared_bytes, cooperative, cluster):
     """`_compile.launcher` of a kernel that is a Python function, and knows whether it is to be cooperative."""
+    assert grid % cluster == 0
     return lambda stream, argument: kernel(grid, threads, bytes(argument.packed), shared_bytes, cooperative)
 
 
@@ -1079,7 +1082,7 @@ def test_decode_explains_a_kernel_for_each_dtype():
     """Of several splits, which make parts in the dtype of sums."""
     for dtype in DTYPES:
         kind = ELEMENTS[dtype]
-        problem = planned_problem(testing.CacheRecipe(lengths=(2000,), dtype=dtype, splits=4))
+        problem = planned_problem(testing.CacheRecipe(lengths=(2000,), dtype=dtype, splits=9))
         plan = _plan.plan(problem, HOPPER)
         assert plan.variant.element == dtype and plan.variant.args["scale_log2"] == kind.lse
         assert {each.name: each.dtype for each in plan.buffers} == {
@@ -1387,7 +1390,8 @@ def test_every_plan_of_decode_asks_for_a_listed_variant(limits, recipe):
         assert step.variant.head_dim >= recipe.head_dim and step.variant.value_dim >= recipe.value_dim
         assert step.variant.element == kind
         items = len(recipe.lengths) * recipe.key_heads * step.args["tiles"]
-        several = step.grid > items  # blocks of an item, at most
+        several = step.grid > items and (step.cluster == 1 or "sequences" in step.args)  # parts in global memory
+        assert step.grid % step.cluster == 0 and step.cluster in (1, step.args["splits"])
         made = ["out", "lse", *["totals"] * bool(before), *["rotated"] * bool(recipe.rotary)]
         assert [buffer.name for buffer in plan.buffers] == [*made, *["parts", "arrived"] * several]
         assert {buffer.name for buffer in plan.buffers if buffer.zeroed} == {*["arrived"] * several}
@@ -1630,6 +1634,65 @@ def test_splits_follow_all_lengths():
     assert "sequences" not in step.args
     _, step = ragged_step(8, 1024, 8, 1, 128)  # what takes little time has few blocks to spare
     assert step.grid == HOPPER.processors and splits_of(step.args, [64, *[1] * 7]) == [64 // 8, *[1] * 7]
+
+
+def cache_step(lengths, limits=HOPPER, **changes):
+    """The plan of a batch of caches, 8 key heads of 128 columns and 4 query heads to each, and its launch."""
+    recipe = testing.CacheRecipe(
+        lengths=lengths, heads=changes.pop("heads", 32), key_heads=8, head_dim=128, value_dim=128, **changes
+    )
+    plan = _plan.plan(planned_problem(recipe), limits)
+    return plan, plan.steps[-1]
+
+
+def test_few_short_splits_are_the_blocks_of_a_cluster():
+    for changes, wanted in (
+        ({"lengths": (1024,)}, 8),  # eight splits and no more
+        ({"lengths": (8192,)}, 1),  # 16 splits
+        ({"lengths": (2048,), "splits": 4}, 4),
+        ({"lengths": (8192,), "splits": 4}, 1),  # too long
+        ({"lengths": (8192,), "splits": 2}, 2),
+        ({"lengths": (8192,), "splits": 1}, 1),
+        ({"lengths": (1024,), "splits": 2, "queries": 20}, 1),  # several tiles of rows
+        ({"lengths": (8192,) * 8, "page_size": None}, 2),  # for when they are alike
+        ({"lengths": (8192,) * 7, "page_size": None}, 2),
+        ({"lengths": (8192,) * 8, "page_size": 16}, 1),
+        ({"lengths": (8192,) * 64, "page_size": None}, 1),
+    ):
+        plan, step = cache_step(**changes)
+        assert step.cluster == wanted and step.cluster in (1, step.args["splits"]), changes
+        parts = any(buffer.name == "parts" for buffer in plan.buffers)
+        several = step.args["splits"] > 1 or len(changes["lengths"]) > 1
+        assert parts == (several and (wanted == 1 or "sequences" in step.args)), changes
+        for older in (limits for limits in _plan.KNOWN.values() if limits.capability < (9, 0)):
+            assert cache_step(**changes, limits=older)[1].cluster == 1
+
+
+def test_of_many_waves_half_of_the_first_begins_late():
+    for sequences, wanted in ((64, (132, 264)), (32, ()), (1, ())):
+        _, step = cache_step((1024,) * sequences, page_size=None)
+        assert tuple(step.args[name] for name in ("late_first", "late_end") if name in step.args) == wanted
+
+
+def test_a_launch_in_clusters_is_the_drivers(monkeypatch):
+    """Its struct of facts and its one attribute, as the driver's header has them."""
+    launched = []
+
+    def start(config, function, arguments, extra):
+        *facts, attributes, count = struct.unpack("=7I4xQQI4x", config)
+        attribute = struct.unpack("=I4x3I52x", ctypes.string_at(attributes, 72))
+        launched.append((facts, attribute, count, function, arguments, extra))
+        return len(launched) - 1
+
+    driver = SimpleNamespace(check_status=lambda status: status and pytest.fail(f"status {status}"))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(driver=driver)))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(driver=driver))
+    monkeypatch.setattr(_compile, "_launch_kernel_ex", lambda: start)
+    launch = _compile._in_clusters(4)
+    launch(77, 8, 1, 1, 128, 1, 1, 4096, 99, 1234)
+    assert launched == [([8, 1, 1, 128, 1, 1, 4096, 99], (4, 4, 1, 1), 1, 77, 1234, None)]
+    with pytest.raises(pytest.fail.Exception, match="status 1"):
+        launch(77, 8, 1, 1, 128, 1, 1, 4096, 99, 1234)
 
 
 def test_lengths_of_too_many_sequences_are_not_read_by_each():
@@ -2238,6 +2301,7 @@ def test_the_preamble_holds_constants_and_types_alone(variant):
         "ordered": " ".join(MAIN_BACKWARD), "tall_products": "forward_f64 backward_f64",
         "keys_shared": "backward_f64", "vector_adds": "backward backward_f32",
         "converts": "decode_8bit", "paged": "forward",
+        "clusters": "decode decode_8bit decode_latent decode_real",
         "parts": "forward_f32 forward_f32_sm90 forward_parts backward_f32",
     }  # fmt: skip
     numbers = {

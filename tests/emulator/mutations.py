@@ -366,6 +366,7 @@ STEEP_CACHE = replace(CACHE, scale=4.0)
 WINDOWED = replace(CACHE, queries=20, causal=False, window=(40, 9))
 FIRST_ROWS = replace(CACHE, queries=20, causal="top-left")
 BUSY = replace(CACHE, lengths=(290, 250, 70), heads=12, key_heads=4, queries=5)
+MANY_SPLITS = replace(CACHE, splits=9)  # for a cluster
 LONG_CACHE = replace(CACHE, lengths=(2000,), splits=1)  # rings that go round
 
 RAGGED = replace(CACHE, lengths=(290, 0, 70, 500, *[9] * 30, 130), page_size=None, splits=None)
@@ -474,8 +475,22 @@ MUTATIONS = (
             ("shorter_splits_than_blocks", "args.waves), usual_one);", "args.waves), usual_one) / 4;"),
             ("short_splits_left_out", "rank >= 0; --rank", "rank > 0; --rank"),
             ("blocks_of_longer_splits_not_taken_off", "                block -= all;\n", ""),
-            ("blocks_of_sequences_before_not_taken_off", "block - shuffle_from(end - blocks, found)", "block"),
+            ("blocks_of_sequences_before_not_taken_off", "            block -= shuffle_from(end - blocks, found);\n", ""),
             ("sum_of_some_lanes_before", "distance = 1; distance < WARP;", "distance = 1; distance < WARP / 2;"),
+        )
+    ),
+    Mutation(
+        "blocks_that_share_out_keys_taken_for_a_cluster", "shares.cuh", "turn.fixed && cluster_size", "cluster_size",
+        replace(CACHE, page_size=None, splits=None), testing.check_decode_bound, blocks=16,
+    ),
+    *(
+        Mutation(f"cluster_{name}", "rings.cuh", old, new, CACHE, testing.check_decode_bound)
+        for name, old, new in (
+            ("sums_written_over_parts", "        sync_warp();  // all lanes have read what is written over\n", ""),
+            ("read_before_it_is_there", "    cluster_wait();\n    for (", "    for ("),
+            ("left_while_others_read", "    cluster_arrive();\n    cluster_wait();  // until then", "    // until then"),
+            ("without_the_last_split", "split < work.splits; ++split", "split < work.splits - 1; ++split"),
+            ("row_of_the_first_block_twice", "r = place.split + warp_index() * work", "r = warp_index() * work"),
         )
     ),
     *(
@@ -483,7 +498,7 @@ MUTATIONS = (
         for name, old, new, recipe, check in (
             (
                 "parts_from_its_own_on", "part_row(args, r) - place.split * pitch;", "part_row(args, r);",
-                CACHE, testing.check_decode_bound,
+                MANY_SPLITS, testing.check_decode_bound,
             ),
             (
                 "parts_of_other_rows", "args.tiles * part_pitch(args);", "part_pitch(args);",
@@ -512,7 +527,7 @@ MUTATIONS = (
             ),
             (
                 "counter_left_as_it_is", "if (mine) store_global(arrived, 0);", "",
-                CACHE, testing.check_decode_bound,
+                MANY_SPLITS, testing.check_decode_bound,
             ),
             (
                 "counter_of_another_tile", "args.arrived + tile_index(args, place) * sizeof(int);",

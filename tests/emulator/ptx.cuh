@@ -25,6 +25,8 @@ inline int grid_size() { return static_cast<int>(emulator::world.launch->grid); 
 inline int lane_index() { return emulator::thread().lane; }
 inline int warp_index() { return emulator::thread().warp->index; }
 
+inline void nanosleep(uint32) {}
+
 inline void sync_threads(Site here = HERE) { emulator::sync_block(here); }
 inline void sync_warp(Site here = HERE) { emulator::sync_lanes(here); }
 inline void bar_sync(int barrier, int threads, Site here = HERE) {
@@ -192,6 +194,9 @@ inline void cp_async_16(uint32 shared, const char* global, int bytes, Site here 
 }
 inline void cp_async_16(uint32 shared, const char* global, bool read, Site here = HERE) {
     cp_async_16(shared, global, read ? 16 : 0, here);
+}
+inline void cp_async_16_once(uint32 shared, const char* global, bool read, Site here = HERE) {
+    cp_async_16(shared, global, read, here);
 }
 inline void cp_async_4(uint32 shared, const char* global, bool read, Site here = HERE) {
     if (read) emulator::check_global(global, 4, 4, emulator::READS, here);
