@@ -79,8 +79,8 @@ def cache_bytes(case, scales=None):
 class Caches:
     """Queries and caches that take turns, random normal numbers, on the GPU.
 
-    ``tables`` say where keys lie, ``told`` is what a call of ours is given of them, and ``append`` what makes it write its
-    last keys first and rotate them and q, so that it reads as many.
+    ``tables`` say where keys lie, ``told`` is what a call of ours is given of them, and ``append`` what makes it write
+    its last keys first and rotate them and q, so that it reads as many.
     """
 
     def __init__(self, case, scales=None):

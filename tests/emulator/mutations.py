@@ -475,7 +475,7 @@ MUTATIONS = (
             ("shorter_splits_than_blocks", "args.waves), usual_one);", "args.waves), usual_one) / 4;"),
             ("short_splits_left_out", "rank >= 0; --rank", "rank > 0; --rank"),
             ("blocks_of_longer_splits_not_taken_off", "                block -= all;\n", ""),
-            ("blocks_of_sequences_before_not_taken_off", "            block -= shuffle_from(end - blocks, found);\n", ""),
+            ("blocks_of_sequences_before_not_taken_off", "block -= shuffle_from(end - blocks, found);", ""),
             ("sum_of_some_lanes_before", "distance = 1; distance < WARP;", "distance = 1; distance < WARP / 2;"),
         )
     ),
@@ -488,7 +488,7 @@ MUTATIONS = (
         for name, old, new in (
             ("sums_written_over_parts", "        sync_warp();  // all lanes have read what is written over\n", ""),
             ("read_before_it_is_there", "    cluster_wait();\n    for (", "    for ("),
-            ("left_while_others_read", "    cluster_arrive();\n    cluster_wait();  // until then", "    // until then"),
+            ("left_while_others_read", "    cluster_arrive();\n    cluster_wait();  // until", "    // until"),
             ("without_the_last_split", "split < work.splits; ++split", "split < work.splits - 1; ++split"),
             ("row_of_the_first_block_twice", "r = place.split + warp_index() * work", "r = warp_index() * work"),
         )
