@@ -895,8 +895,8 @@ def _filled(rows, tile):
 INVARIANT_KEYS = 1024  # of a split whose ends are to be the same in every batch
 SHORT_KEYS = 512  # of a split that is for a second block beside the first
 FEWEST_BESIDE_OTHERS = 1024  # keys of a split, where there are blocks enough without
-# Keys of a split where caches are full, so that one long sequence among short ones does not take long: with 4096, 1.03
-# of the time where all are long.
+# Keys of a split of sequences of unknown lengths where caches are full, so that one long sequence among short ones does
+# not take long: with 4096, 1.03 of the time where all are long.
 MOST_KEYS = 16384
 # Where sequences differ in length, the device shares out their keys; see ``kernels/shares.cuh``. A block that ends
 # leaves its multiprocessor to the one beside it, and the last ones to end leave the rest of the device to nobody: many
@@ -921,7 +921,8 @@ CLUSTER_KEYS = 512  # of a split, at most, where more than two are a cluster
 # 1 x 1k 7.5 us with 8 splits, 8.4 with 16; 1 x 2k 9.6, 9.5; 1 x 8k 19.9, 15.7.
 FEWER_KEYS = 128
 # Where sequences differ and there are items for this share of the multiprocessors at two splits each, a pair a cluster:
-# 8 x 8k, 64 items, 65.8 us, 68.7 with 4 splits; 7 x 8k 61, 81; 8 x 64k 470, 478. From pages of 16, 72.6 and 71.2.
+# 8 x 8k, 64 items, 65.8 us, 68.7 with 4 splits; 7 x 8k 61, 81; 8 x 64k 470, 478. Where a block reads slower it
+# is no gain: from pages of 16 72.6 and 71.2, from float64 316 and 272.
 PAIRED = 0.7
 LATE_WAVES = 1.5  # of blocks, from which on half of the first begin late: 64 x 1k, 67.5 -> 66.8 us, 32 heads 247 -> 241
 MOST_WAVES = 16  # so long as the blocks are no more, for those of short sequences have nothing to do but end
@@ -1122,15 +1123,23 @@ def _splits(problem, variant, limits, items):
     latent = variant.kernel == "decode_latent"  # blocks fill a multiprocessor, and all warps take each tile
     if latent:
         filling = min(filling, math.isqrt(most * tile // LATENT_SPLIT) + 1)
-    elif problem.page_table is not None or problem.kv_format is not None:
-        # Where pages are looked up or bytes converted it does not: pages of 16, with 32 items, 1 x 64k 264 us with 4
-        # splits, 247 with 8. Short splits are no gain: 1 x 8k, with 8, 16.7 us with 16, 18.1 with 33.
+    elif _reads_slower(problem):
+        # Pages of 16, with 32 items: 1 x 64k 264 us with 4 splits, 247 with 8. float64, with 8: 1 x 64k 325 with 16,
+        # 276 with 32. Short splits are no gain: pages, with 8, 1 x 8k 16.7 us with 16, 18.1 with 33.
         filling = max(filling, min(_filling(2, limits, items), most * tile // SHORT_KEYS))
     if variant.clusters and most * tile <= LARGEST_CLUSTER * FEWER_KEYS:
         filling = min(filling, LARGEST_CLUSTER)
-    balancing = min(-(-most * tile // MOST_KEYS), MOST_WAVES * limits.processors * variant.blocks_per_sm // items)
+    splits = filling
+    if problem.lengths is not None and problem.batch[0] > 1:
+        most_blocks = MOST_WAVES * limits.processors * variant.blocks_per_sm
+        splits = max(splits, min(-(-most * tile // MOST_KEYS), most_blocks // items))
     fewest = tile * _fewest(variant) if filling > 1 else FEWEST_BESIDE_OTHERS
-    return max(min(max(filling, balancing), -(-most * tile // fewest)), 1), fewest // tile
+    return max(min(splits, -(-most * tile // fewest)), 1), fewest // tile
+
+
+def _reads_slower(problem):
+    """Whether one block does not read as fast as its multiprocessor can: pages are looked up, bytes converted."""
+    return problem.page_table is not None or problem.kv_format is not None or problem.dtype == "float64"
 
 
 def _most_tiles(problem, tile, queries):
@@ -1165,8 +1174,7 @@ def _shares(problem, variant, limits, items, splits):
     # An item has one split more than whole shares at most, and no more than it would have if shares were the shortest.
     least, short, usual = (items * max(-(-most // args[f"{which}_share"]), 1) for which in ("least", "short", "usual"))
     shared = min(args["waves"] + items, max(usual, together), max(short, limits.processors), least)
-    plain = problem.page_table is None and problem.kv_format is None
-    if variant.clusters and plain and PAIRED <= 2 * items / limits.processors <= 1:
+    if variant.clusters and not _reads_slower(problem) and PAIRED <= 2 * items / limits.processors <= 1:
         splits = 2
     elif shared > limits.processors:
         # Some multiprocessors get two blocks of such a grid before others get one, so that with a block for each there
