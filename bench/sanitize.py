@@ -213,15 +213,15 @@ def row_of(tool, kernel, log):
     return row | {"warnings": warnings_in(log), "variants": facts["variants"], "of": facts["of"]}, not row["errors"]
 
 
-def drive(path, tools, seconds):
-    """A planted fault, then every kernel by every tool, side by side. 0 where all is well."""
+def drive(path, tools, seconds, only=()):
+    """A planted fault, then every kernel, or some, by every tool, side by side. 0 where all is well."""
     planted = watched("memcheck", "plant", 60)
     if not errors_in(planted):
         print(f"sanitizers: memcheck did not find the planted fault:\n{planted[-3000:]}")
         return 1
     print(f"sanitizers: memcheck found the planted fault ({errors_in(planted)} errors)", flush=True)
     kernels = dict.fromkeys(variant.kernel for variant in _plan.variants(gpu.limits()))
-    kernels = [kernel for kernel in kernels if kernel not in AROUND]
+    kernels = [kernel for kernel in kernels if kernel not in AROUND and (not only or kernel in only)]
     jobs = [(tool, kernel) for tool in tools for kernel in kernels]
 
     def run(job):
@@ -247,10 +247,12 @@ def main(argv=None):
     parser.add_argument("inside", nargs="?", help="plant, or the name of a kernel")
     parser.add_argument("--json", metavar="FILE", help="record to merge the rows into")
     parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--kernels", help="by commas; default: all")
     parser.add_argument("--seconds", type=float, default=240, help="a run")
     options = parser.parse_args(argv)
     if options.inside is None:
-        return drive(options.json, options.tools.split(","), options.seconds)
+        only = options.kernels.split(",") if options.kernels else ()
+        return drive(options.json, options.tools.split(","), options.seconds, only)
     plant() if options.inside == "plant" else sweep(options.inside, options.seconds)
     return 0
 
