@@ -152,6 +152,21 @@ def test_no_key_is_lost_between_splits(engine, splits):
             assert np.abs(reference.double(out)[0, 0, 0] - reference.double(v)[0, 0, j]).max() < 0.2
 
 
+def test_parts_add_up_to_the_same_bits_wherever_they_are(engine):
+    """In the shared memory of a cluster's blocks, or in global memory, where a cache has room for more keys.
+
+    Of four splits sequences take all, one and some.
+    """
+    for dtype in DTYPES:
+        q, k, v = draw(engine, (3, 6, 2, 40), (3, 2, 2100, 40), (3, 2, 2100, 24), dtype=dtype)
+        lengths = engine.xp.asarray([700, 0, 90])
+        one, other = (
+            close(engine, q, k[:, :, :capacity], v[:, :, :capacity], lengths=lengths, splits=4)
+            for capacity in (700, 2100)
+        )
+        assert same(one, other)
+
+
 def test_batch_invariance(engine):
     """Lengths of several splits at fixed multiples of keys; capacity and neighbours change no bit."""
     recipe = CacheRecipe(
