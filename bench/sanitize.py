@@ -215,14 +215,17 @@ def row_of(tool, kernel, log):
 
 def drive(path, tools, seconds, only=()):
     """A planted fault, then every kernel, or some, by every tool, side by side. 0 where all is well."""
+    kernels = dict.fromkeys(variant.kernel for variant in _plan.variants(gpu.limits()))
+    kernels = [kernel for kernel in kernels if kernel not in AROUND]
+    if not set(only) <= set(kernels):
+        print(f"sanitizers: kernels are {', '.join(only)}; wanted some of {', '.join(kernels)}")
+        return 1
     planted = watched("memcheck", "plant", 60)
     if not errors_in(planted):
         print(f"sanitizers: memcheck did not find the planted fault:\n{planted[-3000:]}")
         return 1
     print(f"sanitizers: memcheck found the planted fault ({errors_in(planted)} errors)", flush=True)
-    kernels = dict.fromkeys(variant.kernel for variant in _plan.variants(gpu.limits()))
-    kernels = [kernel for kernel in kernels if kernel not in AROUND and (not only or kernel in only)]
-    jobs = [(tool, kernel) for tool in tools for kernel in kernels]
+    jobs = [(tool, kernel) for tool in tools for kernel in only or kernels]
 
     def run(job):
         log = watched(*job, seconds)

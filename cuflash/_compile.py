@@ -5,6 +5,7 @@ Two doors: ``load`` compiles and loads for a device; ``check`` compiles for any 
 
 import ctypes
 import struct
+import sys
 import threading
 from functools import cache
 
@@ -108,7 +109,7 @@ def _in_clusters(cluster):
 
 @cache
 def _launch_kernel_ex():
-    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuLaunchKernelEx
     function.argtypes, function.restype = [ctypes.c_char_p, *[ctypes.c_void_p] * 3], ctypes.c_int
     return function
 

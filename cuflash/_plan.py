@@ -895,8 +895,8 @@ def _filled(rows, tile):
 INVARIANT_KEYS = 1024  # of a split whose ends are to be the same in every batch
 SHORT_KEYS = 512  # of a split that is for a second block beside the first
 FEWEST_BESIDE_OTHERS = 1024  # keys of a split, where there are blocks enough without
-# Keys of a split of sequences of unknown lengths where caches are full, so that one long sequence among short ones does
-# not take long: with 4096, 1.03 of the time where all are long.
+# Keys of a split where caches are full, at most, so that one long sequence among short ones, or the last of more than
+# there is room for at once, does not take long: with 4096, 1.03 of the time where all are long.
 MOST_KEYS = 16384
 # Where sequences differ in length, the device shares out their keys; see ``kernels/shares.cuh``. A block that ends
 # leaves its multiprocessor to the one beside it, and the last ones to end leave the rest of the device to nobody: many
@@ -920,9 +920,9 @@ CLUSTER_KEYS = 512  # of a split, at most, where more than two are a cluster
 # Keys of a split, at most, for it to be one of a cluster's rather than of twice as many that are not: with 8 items,
 # 1 x 1k 7.5 us with 8 splits, 8.4 with 16; 1 x 2k 9.6, 9.5; 1 x 8k 19.9, 15.7.
 FEWER_KEYS = 128
-# Where sequences differ and there are items for this share of the multiprocessors at two splits each, a pair a cluster:
-# 8 x 8k, 64 items, 65.8 us, 68.7 with 4 splits; 7 x 8k 61, 81; 8 x 64k 470, 478. Where a block reads slower it
-# is no gain: from pages of 16 72.6 and 71.2, from float64 316 and 272.
+# Where sequences may differ, and at two splits items have blocks for this share of the multiprocessors, a pair is a
+# cluster: 8 x 8k, 64 items, 65.8 us, 68.7 with 4 splits; 7 x 8k 61, 81; 8 x 64k 470, 478. Where a block reads slower
+# it is no gain: from pages of 16 72.6 and 71.2, from float64 316 and 272.
 PAIRED = 0.7
 LATE_WAVES = 1.5  # of blocks, from which on half of the first begin late: 64 x 1k, 67.5 -> 66.8 us, 32 heads 247 -> 241
 MOST_WAVES = 16  # so long as the blocks are no more, for those of short sequences have nothing to do but end
@@ -1108,7 +1108,7 @@ def _splits(problem, variant, limits, items):
     """Splits of a tile of rows' keys, at most, and tiles of keys that one has, at least.
 
     Lengths are not known here. A split has more tiles than the least where there would be more splits, see ``work_of``
-    in ``kernels/decode.cu``.
+    in ``kernels/split.cuh``.
     """
     tile = variant.tile_k
     most = _most_tiles(problem, tile, min(problem.queries, variant.tile_q // max(problem.group, 1) + 2))
@@ -1126,13 +1126,13 @@ def _splits(problem, variant, limits, items):
     elif _reads_slower(problem):
         # Pages of 16, with 32 items: 1 x 64k 264 us with 4 splits, 247 with 8. float64, with 8: 1 x 64k 325 with 16,
         # 276 with 32. Short splits are no gain: pages, with 8, 1 x 8k 16.7 us with 16, 18.1 with 33.
-        filling = max(filling, min(_filling(2, limits, items), most * tile // SHORT_KEYS))
-    if variant.clusters and most * tile <= LARGEST_CLUSTER * FEWER_KEYS:
+        filling = max(filling, min(_filling(variant.blocks_per_sm, limits, items), most * tile // SHORT_KEYS))
+    one_tile = problem.queries * problem.group <= variant.tile_q
+    if variant.clusters and one_tile and most * tile <= LARGEST_CLUSTER * FEWER_KEYS:
         filling = min(filling, LARGEST_CLUSTER)
-    splits = filling
-    if problem.lengths is not None and problem.batch[0] > 1:
-        most_blocks = MOST_WAVES * limits.processors * variant.blocks_per_sm
-        splits = max(splits, min(-(-most * tile // MOST_KEYS), most_blocks // items))
+    splits, resident = filling, limits.processors * variant.blocks_per_sm
+    if problem.lengths is not None and problem.batch[0] > 1 or items > resident:
+        splits = max(splits, min(-(-most * tile // MOST_KEYS), MOST_WAVES * resident // items))
     fewest = tile * _fewest(variant) if filling > 1 else FEWEST_BESIDE_OTHERS
     return max(min(splits, -(-most * tile // fewest)), 1), fewest // tile
 
@@ -1174,14 +1174,16 @@ def _shares(problem, variant, limits, items, splits):
     # An item has one split more than whole shares at most, and no more than it would have if shares were the shortest.
     least, short, usual = (items * max(-(-most // args[f"{which}_share"]), 1) for which in ("least", "short", "usual"))
     shared = min(args["waves"] + items, max(usual, together), max(short, limits.processors), least)
-    if variant.clusters and not _reads_slower(problem) and PAIRED <= 2 * items / limits.processors <= 1:
+    tiles = items // sequences // problem.key_heads
+    pairs = variant.clusters and tiles == 1 and not _reads_slower(problem)
+    if pairs and PAIRED <= 2 * items / limits.processors <= 1:
         splits = 2
     elif shared > limits.processors:
         # Some multiprocessors get two blocks of such a grid before others get one, so that with a block for each there
         # some are done late: where lengths are alike, 8 x 8k, 64 items, 86 us with 2 splits. With 4 all get two.
         splits = max(splits, min(_filling(variant.blocks_per_sm, limits, items), most * tile // SHORT_KEYS))
     args["splits"] = splits
-    cluster = _cluster(problem, variant, items // sequences // problem.key_heads, splits)
+    cluster = _cluster(problem, variant, tiles, splits)
     grid = -(-max(items * splits, shared) // cluster) * cluster
     if grid > LARGEST_GRID or most * max(items, 8 * sequences) > LARGEST_SUM:
         return None
@@ -1190,8 +1192,8 @@ def _shares(problem, variant, limits, items, splits):
 
 def _late(variant, limits, blocks):
     """Which of so many blocks begin late; see ``begin_late`` in ``kernels/split.cuh``."""
-    first = limits.processors
-    late = variant.blocks_per_sm == 2 and blocks >= LATE_WAVES * 2 * first
+    first, room = limits.processors, 2 * (variant.shared_bytes + 1024)  # of two blocks, with what the system takes
+    late = room <= limits.shared_bytes + 1024 and blocks >= LATE_WAVES * 2 * first
     return {"late_first": first, "late_end": 2 * first} if late else {}
 
 

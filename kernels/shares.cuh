@@ -38,7 +38,7 @@ __device__ __forceinline__ int parts_of(int whole, int part) { return (whole + p
 struct Turn {
     int sequence, splits, fewest, block;
     bool idle;   // there is none for it
-    bool fixed;  // the host knows how many there are
+    bool fixed;  // its splits are as many as the host has said
 };
 
 template <typename Args>

@@ -5,9 +5,9 @@
 // device alone knows (shares.cuh); blocks for which none is left end at once.
 //
 // What a block makes of its rows is a part: out against a reference of its own, and the sum of weights. Where there are
-// several splits it goes to global memory; the block that comes last adds those of all in the order of splits. Or, where
-// they are the blocks of a cluster, it stays in shared memory, from where they add all in the same order (rings.cuh). So
-// the order of arithmetic is that of the keys, whoever comes when, and wherever pages lie.
+// several splits it goes to global memory; the block that comes last adds those of all in the order of splits. Or it
+// stays in shared memory, where splits are the blocks of a cluster, which add all in the same order (rings.cuh). So the
+// order of arithmetic is that of the keys, whoever comes when, and wherever pages lie.
 #pragma once
 
 #include "cache.cuh"
@@ -78,7 +78,6 @@ struct Args {
 template struct ArgsLayout<Args>;
 
 // Where and which -------------------------------------------------------------------------------------------------
-
 
 // Whether the append step has turned the sequence away.
 __device__ __forceinline__ bool refused(const Args& args, const Paged& place) {

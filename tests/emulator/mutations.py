@@ -366,7 +366,7 @@ STEEP_CACHE = replace(CACHE, scale=4.0)
 WINDOWED = replace(CACHE, queries=20, causal=False, window=(40, 9))
 FIRST_ROWS = replace(CACHE, queries=20, causal="top-left")
 BUSY = replace(CACHE, lengths=(290, 250, 70), heads=12, key_heads=4, queries=5)
-MANY_SPLITS = replace(CACHE, splits=9)  # for a cluster
+MANY_SPLITS = replace(CACHE, splits=9)  # too many for a cluster
 LONG_CACHE = replace(CACHE, lengths=(2000,), splits=1)  # rings that go round
 
 RAGGED = replace(CACHE, lengths=(290, 0, 70, 500, *[9] * 30, 130), page_size=None, splits=None)
