@@ -10,8 +10,8 @@
 A figure is one CUDA graph of several calls, one behind the other, over caches that take turns: at least 8 calls, and as
 many as read 256 MB, so that none finds its cache in L2. Their time is divided by their number. Contenders are captured
 and timed in the same way. Caches that are full and in one piece go without lengths, which torch's functions do not take
-either. Beside sequences that differ in length, ``read`` is a kernel that reads as many bytes and
-does nothing with them: its ratio is the share of the memory's rate that is reached.
+either. Beside sequences that differ in length, ``read`` is a kernel that reads as many bytes and does nothing with
+them: its ratio is the share of the memory's rate that is reached.
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
 """Run the kernels under compute-sanitizer: memcheck, racecheck, synccheck. Errors go into the record.
 
     python bench/sanitize.py --json FILE         # a planted fault first, then every kernel by every tool
+    python bench/sanitize.py --kernels decode,decode_8bit    # these alone
     python bench/sanitize.py plant               # what runs inside: a kernel that writes past an allocation
     python bench/sanitize.py forward             # and every variant of a kernel on small problems
 

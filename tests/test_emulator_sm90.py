@@ -424,15 +424,21 @@ RULES = {
 }
 
 
+def reports(emulator, probe, name, message, **launched):
+    """What is said of a broken rule by each seed, once it has been found to be what is wanted."""
+    for seed in SEEDS:
+        with pytest.raises(emulator.EmulatorError) as error:
+            probe(name, **launched, seed=seed)
+        assert re.search(message, str(error.value), re.DOTALL), str(error.value)
+        yield str(error.value)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_rules(emulator, probe, name):
     """Each rule, broken, is reported whatever the seed."""
     threads, message = RULES[name]
-    for seed in SEEDS:
-        with pytest.raises(emulator.EmulatorError) as error:
-            probe(name, threads=threads, seed=seed)
-        assert re.search(message, str(error.value), re.DOTALL), str(error.value)
-        assert "probes_sm90.cu" in str(error.value) or "deadlock" in str(error.value)
+    for said in reports(emulator, probe, name, message, threads=threads):
+        assert "probes_sm90.cu" in said or "deadlock" in said
 
 
 CLUSTER_RULES = {  # of two blocks of 64 threads
@@ -466,11 +472,8 @@ CLUSTER_RULES = {  # of two blocks of 64 threads
 
 @pytest.mark.parametrize("name", CLUSTER_RULES)
 def test_rules_of_clusters(emulator, probe, name):
-    for seed in SEEDS:
-        with pytest.raises(emulator.EmulatorError) as error:
-            probe(name, threads=64, grid=4, cluster=2, seed=seed)
-        assert re.search(CLUSTER_RULES[name], str(error.value), re.DOTALL), str(error.value)
-        assert "probes_sm90.cu" in str(error.value)
+    for said in reports(emulator, probe, name, CLUSTER_RULES[name], threads=64, grid=4, cluster=2):
+        assert "probes_sm90.cu" in said
 
 
 # Small kernels --------------------------------------------------------------------------------------------------
