@@ -84,7 +84,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
     const Pages pages = pages_of(args, place.sequence);
     const Scaled score{args.scale_log2};
     const uint32 shared = shared_memory();
-    const uint32 ring = shared + RINGS_START + warp_index() * RING_BYTES;
     load_queries(args, place, work, shared);
     cp_async_commit_group();
 
@@ -107,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
         raise(rows, out, scores, score);
         accumulate(rows, out, scores, score, stage + KEY_BYTES, lane_v);
     };
-    const bool missing = stream<1>(args, place, work, pages, ring, NoScales{}, begin, with_keys, with_values);
+    const bool missing = stream<1>(args, place, work, pages, shared, NoScales{}, begin, with_keys, with_values);
 
     auto write = [&](char* to, int column, const float(&x)[QUAD]) {
         store_halves(args, to, column, x, [](float low, float high) { return cvt_pair(Element{}, low, high); });

@@ -345,7 +345,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     begin_late(args, work);
     const Pages pages = pages_of(args, place.sequence);
     const uint32 shared = shared_memory();
-    const uint32 ring = shared + RINGS_START + warp_index() * RING_BYTES;
     load_queries(args, place, work, shared);
     cp_async_commit_group();
     const float k_scale = head_scale(args.k_scale, args.k_slots, args.k_scale_strides, place.key_head);
@@ -384,8 +383,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     };
     const Scales scales{args, place, pages, work};
     const bool in_runs = args.page_table == nullptr || args.page_size % RUN == 0;
-    const bool missing = in_runs ? stream<RUN>(args, place, work, pages, ring, scales, begin, with_keys, with_values)
-                                 : stream<1>(args, place, work, pages, ring, scales, begin, with_keys, with_values);
+    const bool missing = in_runs ? stream<RUN>(args, place, work, pages, shared, scales, begin, with_keys, with_values)
+                                 : stream<1>(args, place, work, pages, shared, scales, begin, with_keys, with_values);
 
     const float v_scale = head_scale(args.v_scale, args.v_slots, args.v_scale_strides, place.key_head);
     auto write = [&](char* to, int column, const float(&x)[QUAD]) {

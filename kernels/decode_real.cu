@@ -199,7 +199,6 @@ __device__ __forceinline__ void decode(const Args& args, const Mask& mask, const
     const Pages pages = pages_of(args, place.sequence);
     const ScaledBy<Real> score{args.scale_log2};
     const uint32 shared = shared_memory();
-    const uint32 ring = shared + RINGS_START + warp_index() * RING_BYTES;
     const uint32 weights = shared + WEIGHTS_START + warp_index() * WEIGHT_BYTES;
     load_queries(args, place, work, shared);
     cp_async_commit_group();
@@ -217,7 +216,7 @@ __device__ __forceinline__ void decode(const Args& args, const Mask& mask, const
         weigh(sums, scores, score, weights);
     };
     auto with_values = [&](uint32 stage) { multiply_values(sums, weights, stage + KEY_BYTES); };
-    const bool missing = stream<1>(args, place, work, pages, ring, NoScales{}, begin, with_keys, with_values);
+    const bool missing = stream<1>(args, place, work, pages, shared, NoScales{}, begin, with_keys, with_values);
 
     auto write = [&](char* to, int column, const Real(&x)[QUAD]) {
         if (args.out_vectors) {

@@ -26,6 +26,7 @@ struct Shared {
     char rings[WARPS][RING_BYTES];  // a warp's stages of keys and values; at the end, its rows of out
     SoftmaxRow<Real> rows[WARPS][TILE_Q];
     alignas(16) int last;  // whether this block is the last of its rows
+    int clustered;         // whether its splits are the blocks of a cluster, kept here since registers are few
 };
 // Behind it: of 8 bits, factors of rows of scores; of float32 and float64, weights of a tile, of each warp and key so
 // far apart that lanes which write together meet no bank twice.
@@ -34,7 +35,8 @@ constexpr int WEIGHT_PITCH = TILE_Q * sizeof(Real) + CHUNK, WEIGHT_BYTES = MULTI
 static_assert(sizeof(Shared) + FACTOR_BYTES + WARPS * WEIGHT_BYTES == SHARED_BYTES,
               "SHARED_BYTES: what the rings and rows take");
 constexpr int RINGS_START = OFFSET_OF(Shared, rings), ROWS_START = OFFSET_OF(Shared, rows);
-constexpr int LAST_START = OFFSET_OF(Shared, last), FACTORS_START = sizeof(Shared), WEIGHTS_START = sizeof(Shared);
+constexpr int LAST_START = OFFSET_OF(Shared, last), CLUSTERED_START = OFFSET_OF(Shared, clustered);
+constexpr int FACTORS_START = sizeof(Shared), WEIGHTS_START = sizeof(Shared);
 
 using Scores = float[BLOCKS][TILE_K / 8][4];
 using Out = float[BLOCKS][VALUE_DIM / 8][4];
@@ -174,7 +176,7 @@ struct NoScales {
 // keys are, from `key` on, in the stage at that address; `with_values(stage)` when its values are.
 template <int RUN, typename Scales, typename Begin, typename WithKeys, typename WithValues>
 __device__ __forceinline__ bool stream(const Args& args, const Paged& place, const Work& work, const Pages& pages,
-                                       uint32 ring, const Scales& scales, Begin begin, WithKeys with_keys,
+                                       uint32 shared, const Scales& scales, Begin begin, WithKeys with_keys,
                                        WithValues with_values) {
     struct Found {
         RowPages<RUN, LANES> rows;
@@ -182,6 +184,10 @@ __device__ __forceinline__ bool stream(const Args& args, const Paged& place, con
     };
     // Tile n of the warp goes through stage n % STAGES. Every step commits a group, be there something in it or not.
     const Lane<LANES> lane;
+    const uint32 ring = shared + RINGS_START + warp_index() * RING_BYTES;
+    if (CLUSTERS && fresh_thread_index() == 0) {
+        store_shared(shared + CLUSTERED_START, static_cast<int>(place.clustered));
+    }
     const char* keys = args.k + place.key_head * args.k_strides.head + lane.chunk * CHUNK;
     const char* values = args.v + place.key_head * args.v_strides.head + lane.chunk * CHUNK;
     bool missing = refused(args, place);
@@ -342,7 +348,7 @@ __device__ __forceinline__ void join(const Args& args, const Paged& place, const
           shared + ROWS_START + warp_index() * TILE_Q * sizeof(SoftmaxRow<Real>));
     sync_threads();
     if constexpr (CLUSTERS) {
-        if (place.clustered) return conclude_in_cluster(place, work, shared, store);
+        if (load_shared<int>(shared + CLUSTERED_START)) return conclude_in_cluster(place, work, shared, store);
     }
     conclude(args, place, work, shared + LAST_START, [&](int r) { return sum_of_warps(shared, r); }, store);
 }
