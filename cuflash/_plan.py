@@ -894,6 +894,7 @@ def _filled(rows, tile):
 
 INVARIANT_KEYS = 1024  # of a split whose ends are to be the same in every batch
 SHORT_KEYS = 512  # of a split that is for a second block beside the first
+LONG_KEYS = 4096  # likewise, where one reads as fast as two
 FEWEST_BESIDE_OTHERS = 1024  # keys of a split, where there are blocks enough without
 # Keys of a split where caches are full, at most, so that one long sequence among short ones, or the last of more than
 # there is room for at once, does not take long: with 4096, 1.03 of the time where all are long.
@@ -945,7 +946,7 @@ def _portable_decode(problem, limits, reason):
     items = sequences * problem.key_heads * tiles
     splits, fewest = _splits(problem, variant, limits, items)
     blocks = problem.key_heads * tiles * splits  # of a sequence
-    shares = _shares(problem, variant, limits, items, splits)
+    shared_out, shares = _shares(problem, variant, limits, items, splits)
     if max(rows, blocks) > LARGEST_GRID:
         raise ValueError(f"decode: a sequence has {rows} rows, {blocks} blocks; wanted at most {LARGEST_GRID} of each")
     before = problem.appended or problem.overflow or problem.cos and rows
@@ -979,7 +980,7 @@ def _portable_decode(problem, limits, reason):
         "tiles": tiles,
         "splits": splits,
         "fewest": fewest,
-        **(shares or (0, {}))[1],
+        **shares,
         **_late(variant, limits, items * splits),
         **paging,
         **_sides(problem),
@@ -1000,9 +1001,9 @@ def _portable_decode(problem, limits, reason):
         if problem.cos:
             args["q_strides"] = (0, *_rotated(problem).strides[:3])
     together = min(LARGEST_GRID // max(blocks, 1), sequences)  # sequences of a launch
-    largest = shares[0] if shares else together * blocks  # blocks of one, of which each has room for a part
+    largest = shared_out or together * blocks  # blocks of one, of which each has room for a part
     cluster = _cluster(problem, variant, tiles, args["splits"])
-    if shares and largest > items or splits > 1 and cluster == 1:
+    if shared_out > items or splits > 1 and cluster == 1:
         record = min(rows, variant.tile_q) * (variant.value_dim + 4)  # a row's quads, then its reference and sum
         buffers += (
             Buffer("parts", (largest, record), element.lse.name, (0,)),
@@ -1011,7 +1012,7 @@ def _portable_decode(problem, limits, reason):
     steps += tuple(
         Step(
             variant,
-            grid=shares[0] if shares else min(sequences - first, together) * blocks,
+            grid=shared_out or min(sequences - first, together) * blocks,
             threads=32 * variant.warps,
             shared_bytes=variant.shared_bytes,
             args={**args, "first_sequence": first},
@@ -1118,19 +1119,23 @@ def _splits(problem, variant, limits, items):
         return max(-(-most * tile // INVARIANT_KEYS), 1), INVARIANT_KEYS // tile
     items = max(items, 1)
     # A block a multiprocessor reads as fast as two, and parts are half as many to add. On an H200, with 8 items: 1 x 8k
-    # 16.2 us with 16 splits, 18.6 with 33; 1 x 64k 67.6, 71.0 and, with 66, 82.3. With 64: 67.1 with 2, 67.9 with 4.
-    filling = _filling(1, limits, items)
+    # 16.2 us with 16 splits, 18.6 with 33; 1 x 64k 66.3, 66.9 and, with 66, 82.3; 1 x 128k 125.0, 124.3. With 32:
+    # 1 x 64k 239.2 with 4, 236.7 with 8; 1 x 128k 471, 466. With 64: 8 x 8k 67.1 with 2, 67.9 with 4; 8 x 64k 468, 466.
+    filling, both = (_filling(blocks, limits, items) for blocks in (1, variant.blocks_per_sm))
+    resident = limits.processors * variant.blocks_per_sm
     latent = variant.kernel == "decode_latent"  # blocks fill a multiprocessor, and all warps take each tile
     if latent:
         filling = min(filling, math.isqrt(most * tile // LATENT_SPLIT) + 1)
     elif _reads_slower(problem):
         # Pages of 16, with 32 items: 1 x 64k 264 us with 4 splits, 247 with 8. float64, with 8: 1 x 64k 325 with 16,
         # 276 with 32. Short splits are no gain: pages, with 8, 1 x 8k 16.7 us with 16, 18.1 with 33.
-        filling = max(filling, min(_filling(variant.blocks_per_sm, limits, items), most * tile // SHORT_KEYS))
+        filling = max(filling, min(both, most * tile // SHORT_KEYS))
+    elif most * tile >= both * LONG_KEYS and items * both <= resident:
+        filling = both
     one_tile = problem.queries * problem.group <= variant.tile_q
     if variant.clusters and one_tile and most * tile <= LARGEST_CLUSTER * FEWER_KEYS:
         filling = min(filling, LARGEST_CLUSTER)
-    splits, resident = filling, limits.processors * variant.blocks_per_sm
+    splits = filling
     if problem.lengths is not None and problem.batch[0] > 1 or items > resident:
         splits = max(splits, min(-(-most * tile // MOST_KEYS), MOST_WAVES * resident // items))
     fewest = tile * _fewest(variant) if filling > 1 else FEWEST_BESIDE_OTHERS
@@ -1155,11 +1160,11 @@ def _most_tiles(problem, tile, queries):
 def _shares(problem, variant, limits, items, splits):
     """Blocks of a launch that shares out the keys of all sequences, and its arguments; see ``kernels/shares.cuh``.
 
-    None where splits do not follow lengths, there is nothing to share out, or numbers leave 31 bits.
+    0 and none where splits do not follow lengths, there is nothing to share out, or numbers leave 31 bits.
     """
     (sequences,), tile = problem.batch, variant.tile_k
     if problem.lengths is None or problem.splits or problem.batch_invariant or not 1 < sequences <= MOST_RAGGED:
-        return None
+        return 0, {}
     most = _most_tiles(problem, tile, problem.queries)
     together = limits.processors * variant.blocks_per_sm
     args = {
@@ -1186,7 +1191,7 @@ def _shares(problem, variant, limits, items, splits):
     cluster = _cluster(problem, variant, tiles, splits)
     grid = -(-max(items * splits, shared) // cluster) * cluster
     if grid > LARGEST_GRID or most * max(items, 8 * sequences) > LARGEST_SUM:
-        return None
+        return 0, {}
     return grid, args
 
 

@@ -13,34 +13,45 @@
 
 namespace cuflash {
 
+constexpr int STEPS = TILE_K / 16;
+constexpr bool KEPT = BLOCKS * HEAD_DIM <= 128;    // whether rows of q stay in registers
+using Queries = uint32[BLOCKS][HEAD_DIM / 16][4];  // A operands
+using Weights = uint32[STEPS][BLOCKS][4];          // likewise
+
 // Softmax ---------------------------------------------------------------------------------------------------------
 
 // Raises the rows' references to what this tile needs; out is rescaled where, rarely, one has moved.
 __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores, const Scaled& score) {
-    float factor[BLOCKS][2];
-    bool moved = false;
+    float top[BLOCKS][2], factor[BLOCKS][2];
+    bool outgrown = false;
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float top = -INFINITE;
+            float most = -INFINITE;
 #pragma unroll
             for (int n = 0; n < TILE_K / 8; ++n) {
-                top = maximum(top, maximum(scores[block][n][2 * half], scores[block][n][2 * half + 1]));
+                most = maximum(most, maximum(scores[block][n][2 * half], scores[block][n][2 * half + 1]));
             }
-            factor[block][half] = rows[block][half].raise(maximum_of_row(top) * score.factor());
-            moved |= factor[block][half] != 1.0f;
+            top[block][half] = most * score.factor();
+            outgrown |= rows[block][half].outgrown(top[block][half]);
         }
     }
-    rescale(out, factor, moved);
+    if (!any(outgrown)) return;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            factor[block][half] = rows[block][half].raise(maximum_of_row(top[block][half]));
+        }
+    }
+    rescale(out, factor, true);
 }
 
-// weights = exp(scores - reference), 16 keys at a time, summed and multiplied with v.
-__device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& scores, const Scaled& score,
-                                           uint32 values, uint32 lane) {
+// weights = exp(scores - reference), summed.
+__device__ __forceinline__ void weigh(Weights& weights, Rows& rows, const Scores& scores, const Scaled& score) {
 #pragma unroll
-    for (int step = 0; step < TILE_K / 16; ++step) {
-        uint32 weights[BLOCKS][4];
+    for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
@@ -50,21 +61,21 @@ __device__ __forceinline__ void accumulate(Rows& rows, Out& out, const Scores& s
                 float low = ex2_approx(fused_multiply_add(s[part % 2 * 2], score.factor(), -row.shift()));
                 float high = ex2_approx(fused_multiply_add(s[part % 2 * 2 + 1], score.factor(), -row.shift()));
                 row.sum += low + high;
-                weights[block][part] = cvt_pair(Element{}, low, high);
+                weights[step][block][part] = cvt_pair(Element{}, low, high);
             }
         }
-        multiply_add<Element, BLOCKS, VALUE_DIM / 8, VALUE_DIM>(out, weights, values, lane, 16 * step);
     }
 }
 
-// A warp's part goes to shared memory.
-__device__ __forceinline__ void leave(const Out& out, const Rows& rows, uint32 ring, uint32 rows_shared) {
+// A warp's part, of so many rows, goes to shared memory.
+__device__ __forceinline__ void leave(const Out& out, const Rows& rows, int count, uint32 ring, uint32 rows_shared) {
     const int lane = lane_index();
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int r = row_of(block, half);
+            if (r >= count) continue;
 #pragma unroll
             for (int n = 0; n < VALUE_DIM / 8; ++n) {
                 const Pair pair = {out[block][n][2 * half], out[block][n][2 * half + 1]};
@@ -88,25 +99,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
     cp_async_commit_group();
 
     const uint32 lane_q = lane_of_a<HEAD_DIM>(), lane_k = lane_of_b<HEAD_DIM>(), lane_v = lane_of_a<VALUE_DIM>();
-    auto load_query = [&](uint32(&a)[4], int block, int step) {
-        ldmatrix_x4(a, shared + QueryTile::step(lane_q, 16 * block, 2 * step));
-    };
-    Scores scores;
+    Queries queries;
+    Weights weights;
     Out out = {};
     Rows rows;
+    auto load_query = [&](int block, int step) {
+        ldmatrix_x4(queries[block][step], shared + QueryTile::step(lane_q, 16 * block, 2 * step));
+    };
     auto begin = [&] {
         sync_threads();  // the rows of q are here
+        if (KEPT) {
+#pragma unroll
+            for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+                for (int step = 0; step < HEAD_DIM / 16; ++step) load_query(block, step);
+            }
+        }
         clear(rows);
     };
+    auto query = [&](uint32(&a)[4], int block, int step) {
+        if (!KEPT) load_query(block, step);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) a[n] = queries[block][step][n];
+    };
     auto with_keys = [&](int key, uint32 stage) {
-        multiply_transposed<Element, BLOCKS, TILE_K / 8, HEAD_DIM / 16, HEAD_DIM>(scores, load_query, stage, lane_k);
+        Scores scores;
+        multiply_transposed<Element, BLOCKS, TILE_K / 8, HEAD_DIM / 16, HEAD_DIM>(scores, query, stage, lane_k);
         if (key < work.all_first || key + TILE_K > work.all_end) hide(scores, mask, place, work.first_row, key);
+        raise(rows, out, scores, score);
+        weigh(weights, rows, scores, score);
     };
     auto with_values = [&](uint32 stage) {
-        raise(rows, out, scores, score);
-        accumulate(rows, out, scores, score, stage + KEY_BYTES, lane_v);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            multiply_add<Element, BLOCKS, VALUE_DIM / 8, VALUE_DIM>(out, weights[step], stage + KEY_BYTES, lane_v,
+                                                                    16 * step);
+        }
     };
-    const bool missing = stream<1>(args, place, work, pages, shared, NoScales{}, begin, with_keys, with_values);
+    const bool missing = stream(args, place, work, pages, shared, NoScales{}, begin, with_keys, with_values);
 
     auto write = [&](char* to, int column, const float(&x)[QUAD]) {
         store_halves(args, to, column, x, [](float low, float high) { return cvt_pair(Element{}, low, high); });
@@ -116,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
     };
     finish(rows, missing);
     join(
-        args, place, work, shared, [&](uint32 to, uint32 row) { leave(out, rows, to, row); },
+        args, place, work, shared, [&](uint32 to, uint32 row) { leave(out, rows, work.rows, to, row); },
         [&](int r, Part& part) { store(args, mask, place, work.first_row + r, part, write, careful); });
 }
 

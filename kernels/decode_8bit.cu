@@ -20,7 +20,7 @@
 // leaves its part.
 //
 // What limits speed: memory and, not far behind it, the instructions that convert: of each word of four elements 3 of
-// integers and 2 of float16, beside one product. A tile's pages are looked up once in RUN keys where pages allow it.
+// integers and 2 of float16, beside one product.
 #include "careful.cuh"
 #include "eight_bit.cuh"
 #include "rings.cuh"
@@ -29,7 +29,6 @@ namespace cuflash {
 
 static_assert(TILE_K % WARP == 0, "TILE_K: a lane copies every 32nd scale");
 
-constexpr int RUN = 16;  // keys that share a look-up
 constexpr int STEPS = TILE_K / 16;
 
 // Scales ----------------------------------------------------------------------------------------------------------
@@ -199,7 +198,7 @@ __device__ __forceinline__ void scale_scores(Scores& scores, uint32 scales) {
 template <typename Lead>
 __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores, const Factors& factors, Lead lead) {
     float shrink[BLOCKS][2], top[BLOCKS][2];
-    bool moved = false;
+    bool outgrown = false;
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) top[block][0] = top[block][1] = -INFINITE;
 #pragma unroll
@@ -218,12 +217,17 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
+        for (int half = 0; half < 2; ++half) outgrown |= rows[block][half].outgrown(top[block][half]);
+    }
+    if (!any(outgrown)) return;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
         for (int half = 0; half < 2; ++half) {
             shrink[block][half] = rows[block][half].raise(maximum_of_row(top[block][half]));
-            moved |= shrink[block][half] != 1.0f;
         }
     }
-    rescale(out, shrink, moved);
+    rescale(out, shrink, true);
 }
 
 // weights = exp(scores - reference), summed, times `scale(n)` of their keys.
@@ -278,14 +282,15 @@ __device__ __forceinline__ void multiply_values(Out& out, const Weights& weights
 
 // Results -----------------------------------------------------------------------------------------------------------
 
-// A warp's part goes to shared memory, columns in their order again: a thread has four of every 16.
-__device__ __forceinline__ void leave(const Out& out, const Rows& rows, uint32 ring, uint32 rows_shared) {
+// A warp's part, of so many rows, goes to shared memory, columns in their order again: a thread has four of every 16.
+__device__ __forceinline__ void leave(const Out& out, const Rows& rows, int count, uint32 ring, uint32 rows_shared) {
     const int lane = lane_index();
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int r = row_of(block, half);
+            if (r >= count) continue;
 #pragma unroll
             for (int n = 0; n < VALUE_DIM / 8; n += 2) {
                 const float(&even)[4] = out[block][n], (&odd)[4] = out[block][n + 1];
@@ -382,9 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         multiply_values(out, weights, stage + KEY_BYTES);
     };
     const Scales scales{args, place, pages, work};
-    const bool in_runs = args.page_table == nullptr || args.page_size % RUN == 0;
-    const bool missing = in_runs ? stream<RUN>(args, place, work, pages, shared, scales, begin, with_keys, with_values)
-                                 : stream<1>(args, place, work, pages, shared, scales, begin, with_keys, with_values);
+    const bool missing = stream(args, place, work, pages, shared, scales, begin, with_keys, with_values);
 
     const float v_scale = head_scale(args.v_scale, args.v_slots, args.v_scale_strides, place.key_head);
     auto write = [&](char* to, int column, const float(&x)[QUAD]) {
@@ -402,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         store(args, mask, place, work.first_row + r, part, write, careful);
     };
     cuflash::finish(rows, missing);
-    join(args, place, work, shared, [&](uint32 to, uint32 row) { leave(out, rows, to, row); }, finish);
+    join(args, place, work, shared, [&](uint32 to, uint32 row) { leave(out, rows, work.rows, to, row); }, finish);
 }
 
 }  // namespace cuflash

@@ -108,7 +108,7 @@ __device__ __forceinline__ void raise(Sums<ROWS>& sums, const Real (&scores)[ROW
     for (int r = 0; r < ROWS; ++r) {
         SoftmaxRow<Real>& row = sums.rows[r];
         Real top = scores[r] * score.factor();
-        if (!any(top > row.reference + row.LAG)) continue;
+        if (!any(row.outgrown(top))) continue;
 #pragma unroll
         for (int lanes = 1; lanes < WARP; lanes *= 2) top = maximum(top, shuffle_xor(top, lanes));
         const Real factor = row.raise(top);
@@ -216,7 +216,7 @@ __device__ __forceinline__ void decode(const Args& args, const Mask& mask, const
         weigh(sums, scores, score, weights);
     };
     auto with_values = [&](uint32 stage) { multiply_values(sums, weights, stage + KEY_BYTES); };
-    const bool missing = stream<1>(args, place, work, pages, shared, NoScales{}, begin, with_keys, with_values);
+    const bool missing = stream(args, place, work, pages, shared, NoScales{}, begin, with_keys, with_values);
 
     auto write = [&](char* to, int column, const Real(&x)[QUAD]) {
         if (args.out_vectors) {

@@ -221,6 +221,9 @@ __device__ __forceinline__ Vector16 load_global_16_once(const char* address, boo
     return v;
 }
 
+// What the L2 cache should keep: the words that createpolicy makes.
+constexpr uint64 EVICT_FIRST = 0x12f0000000000000, EVICT_LAST = 0x14f0000000000000;
+
 // cp.async: 16 bytes from global to shared, of which the first `bytes` are read and the rest are zeros.
 __device__ __forceinline__ void cp_async_16(uint32 shared, const char* global, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
@@ -233,11 +236,11 @@ __device__ __forceinline__ void cp_async_16(uint32 shared, const char* global, b
                  "r"(static_cast<uint32>(read))
                  : "memory");
 }
-// The same for what is read once: the L2 cache lets it go before anything else (createpolicy's evict_first).
+// The same for what is read once: the L2 cache lets it go before anything else.
 __device__ __forceinline__ void cp_async_16_once(uint32 shared, const char* global, bool read) {
     asm volatile("{\n.reg .pred ignore;\nsetp.eq.u32 ignore, %2, 0;\n"
                  "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, ignore, %3;\n}" ::"r"(shared),
-                 "l"(global), "r"(static_cast<uint32>(read)), "l"(0x12f0000000000000)
+                 "l"(global), "r"(static_cast<uint32>(read)), "l"(EVICT_FIRST)
                  : "memory");
 }
 // The same of 4 bytes.

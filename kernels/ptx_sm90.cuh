@@ -58,9 +58,6 @@ struct Corner {
     int column, axis1, axis2, axis3, axis4;
 };
 
-// What the L2 cache should keep.
-constexpr uint64 EVICT_FIRST = 0x12f0000000000000, EVICT_LAST = 0x14f0000000000000;
-
 // The box at `corner` to shared memory; its bytes, those outside the tensor too, count on the barrier.
 __device__ __forceinline__ void cp_async_bulk_tensor_load(uint32 shared, const TensorMap& map, uint32 barrier,
                                                           Corner corner, uint64 policy) {

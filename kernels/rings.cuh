@@ -128,34 +128,47 @@ __device__ __forceinline__ void check(RowPages<RUN, LANES>& rows, const Pages& p
 }
 
 // Copies a tile of rows of `bytes`; what is not to be read becomes zeros. `source` is the lane's first chunk of row 0
-// of page 0.
+// of page 0. A tile that is all to be read takes no test of its rows, where pages are those of runs.
 template <typename Shape, int RUN, int LANES>
 __device__ __forceinline__ void copy_rows(uint32 base, const char* source, const Strides& strides, const Pages& pages,
                                           const Work& work, const RowPages<RUN, LANES>& rows, const Lane<LANES>& lane,
                                           int tile, int bytes) {
+    constexpr int ROW_STEP = Lane<LANES>::ROW_STEP;
+    constexpr int PERIOD = ROW_STEP < 8 ? 8 / ROW_STEP : 1;  // rows of the lane, after which swizzles repeat
+    static_assert(LANES * CHUNK % Shape::SPAN == 0, "LANES: steps along a row keep its swizzle");
+    uint32 first[PERIOD];
+#pragma unroll
+    for (int n = 0; n < PERIOD; ++n) first[n] = base + Shape::offset(lane.row + n * ROW_STEP, lane.chunk);
     auto each = [&](auto copy) {
         const char* address = source;
 #pragma unroll
         for (int n = 0; n < lane.ROWS; ++n) {
-            const int run = RUN == 1 ? n : n * lane.ROW_STEP / RUN, key = lane.key(tile, n);
-            bool read = rows.page[run] >= 0;
-            if (RUN > 1) read = read && key >= work.first_key && key < work.end_key;
-            if (n * lane.ROW_STEP % RUN == 0) {  // a run begins
+            const int run = RUN == 1 ? n : n * ROW_STEP / RUN, key = lane.key(tile, n);
+            const bool read = rows.page[run] >= 0 && (RUN == 1 || (key >= work.first_key && key < work.end_key));
+            if (n * ROW_STEP % RUN == 0) {  // a run begins
                 const int place = key - pages.size.divide(key) * pages.size.value;
                 address = source + rows.page[run] * strides.batch1 + place * strides.row;
             } else {
-                address += lane.ROW_STEP * strides.row;
+                address += ROW_STEP * strides.row;
             }
 #pragma unroll
             for (int c = 0; c < Shape::CHUNKS; c += LANES) {
-                const uint32 to = base + Shape::offset(lane.row + n * lane.ROW_STEP, lane.chunk + c);
+                const uint32 to = Shape::step(first[n % PERIOD], n / PERIOD * PERIOD * ROW_STEP, c);
                 const int left = bytes - static_cast<int>(lane.chunk + c) * CHUNK;  // to the row's end
                 copy(to, address + c * CHUNK, left, read);
             }
         }
     };
-    if (bytes % CHUNK == 0) {
-        each([](uint32 to, const char* from, int left, bool read) { cp_async_16_once(to, from, read && left > 0); });
+    bool plain = bytes % CHUNK == 0;
+    if constexpr (RUN > 1) {
+        plain = plain && tile * TILE_K >= work.first_key && (tile + 1) * TILE_K <= work.end_key;
+#pragma unroll
+        for (int n = 0; n < rows.COUNT; ++n) plain = plain && rows.page[n] >= 0;
+    }
+    if (plain) {
+        each([](uint32 to, const char* from, int left, bool read) {
+            cp_async_16_once(to, from, (RUN > 1 || read) && left > 0);
+        });
     } else {
         each([](uint32 to, const char* from, int left, bool read) {
             cp_async_16(to, from, read ? clamp(left, 0, CHUNK) : 0);
@@ -175,9 +188,9 @@ struct NoScales {
 // called when the rows of q, whose copies come first, are here for the thread; `with_keys(key, stage)` when a tile's
 // keys are, from `key` on, in the stage at that address; `with_values(stage)` when its values are.
 template <int RUN, typename Scales, typename Begin, typename WithKeys, typename WithValues>
-__device__ __forceinline__ bool stream(const Args& args, const Paged& place, const Work& work, const Pages& pages,
-                                       uint32 shared, const Scales& scales, Begin begin, WithKeys with_keys,
-                                       WithValues with_values) {
+__device__ __forceinline__ bool stream_runs(const Args& args, const Paged& place, const Work& work, const Pages& pages,
+                                            uint32 shared, const Scales& scales, Begin begin, WithKeys with_keys,
+                                            WithValues with_values) {
     struct Found {
         RowPages<RUN, LANES> rows;
         typename Scales::Found scales;
@@ -243,6 +256,17 @@ __device__ __forceinline__ bool stream(const Args& args, const Paged& place, con
         stage = stage + 1 < STAGES ? stage + 1 : 0;
     }
     return any(missing);
+}
+
+// The same; pages are looked up once in RUN keys where they allow it.
+template <typename Scales, typename Begin, typename WithKeys, typename WithValues>
+__device__ __forceinline__ bool stream(const Args& args, const Paged& place, const Work& work, const Pages& pages,
+                                       uint32 shared, const Scales& scales, Begin begin, WithKeys with_keys,
+                                       WithValues with_values) {
+    constexpr int RUN = least(TILE_K, 16);
+    const bool in_runs = args.page_table == nullptr || args.page_size % RUN == 0;
+    return in_runs ? stream_runs<RUN>(args, place, work, pages, shared, scales, begin, with_keys, with_values)
+                   : stream_runs<1>(args, place, work, pages, shared, scales, begin, with_keys, with_values);
 }
 
 // Scores ----------------------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 // Which block of decode has which keys, where lengths differ.
 //
-// The grid is the host's, and lengths are the device's. Where the host has fixed the splits, or lengths are alike, every
-// sequence has as many splits as any other. Else the longest would decide when all is done, so blocks share out the
-// tiles of keys of all sequences together, each of which finds out for itself:
+// The grid is the host's, and lengths are the device's. Where the host has fixed the splits, or lengths are alike,
+// every sequence has as many splits as any other. Else the longest would decide when all is done, so blocks share out
+// the tiles of keys of all sequences together, each of which finds out for itself:
 //
 //   share   tiles of keys of a block, from the sum over all: as many as make a few waves of blocks, but usual_share at
-//           least; fewer than that where one wave would not be full, but short_share at least; and fewer than that where
-//           a multiprocessor would have no block, but least_share at least
+//           least; fewer than that where one wave would not be full, but short_share at least; and fewer than that
+//           where a multiprocessor would have no block, but least_share at least
 //   splits  of a sequence: as many shares as it has begun, one at least, of equal length
 //   blocks  those of sequences with long splits first, of RANKS ranks, for a short one to come last; then in the order
 //           of sequences, so that those of a sequence lie side by side

@@ -38,10 +38,12 @@ struct SoftmaxRow {
     Real reference = -INFINITE;  // log2 units; -inf until a finite score is seen
     Real sum = 0;                // of this thread's columns until finish()
 
+    // Whether there is no room for a score (log2 units).
+    __device__ __forceinline__ bool outgrown(Real score) const { return score > reference + LAG; }
     // Makes room for scores up to `top` (log2 units); returns the factor by which what was summed has to shrink.
     // A row's factor depends on that row alone: other rows of the warp change no bit of it.
     __device__ __forceinline__ Real raise(Real top) {
-        if (!(top > reference + LAG)) return 1;
+        if (!outgrown(top)) return 1;
         Real factor = exp2_of(reference - top);
         reference = top;
         sum *= factor;

@@ -123,13 +123,17 @@ struct Nothing {
 };
 
 // scores (16 BLOCKS x 8 N) = a (16 BLOCKS x 16 K) b^T, b a tile of 8 N rows. `load_a(a, block, k)` gives A operands.
-// One A operand serves all of b's rows, one B operand all of a's blocks. What `beside(k)` does is done while the tensor
-// cores work on step k.
+// One A operand serves all of b's rows, one B operand all of a's blocks. Where these are few, and products would wait
+// for one another, even and odd steps have a sum each. What `beside(k)` does is done while the tensor cores work on
+// step k.
 template <typename Element, int BLOCKS, int N, int K, int COLUMNS, typename LoadA, typename Beside = Nothing>
 __device__ __forceinline__ void multiply_transposed(float (&scores)[BLOCKS][N][4], LoadA load_a, uint32 base,
                                                     uint32 lane, Beside beside = {}) {
+    constexpr int SUMS = BLOCKS * N <= 2 ? 2 : 1;
+    float odd[BLOCKS][N][4];
 #pragma unroll
     for (int k = 0; k < K; ++k) {
+        float(&sum)[BLOCKS][N][4] = k % SUMS == 0 ? scores : odd;
         uint32 a[BLOCKS][4];
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) load_a(a[block], block, k);
@@ -139,16 +143,26 @@ __device__ __forceinline__ void multiply_transposed(float (&scores)[BLOCKS][N][4
             ldmatrix_x4(b, base + Tile<COLUMNS>::step(lane, 8 * n, 2 * k));
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
-                if (k == 0) {
-                    mma_m16n8k16_first(Element{}, scores[block][n], a[block], b[0], b[1]);
-                    mma_m16n8k16_first(Element{}, scores[block][n + 1], a[block], b[2], b[3]);
+                if (k < SUMS) {
+                    mma_m16n8k16_first(Element{}, sum[block][n], a[block], b[0], b[1]);
+                    mma_m16n8k16_first(Element{}, sum[block][n + 1], a[block], b[2], b[3]);
                 } else {
-                    mma_m16n8k16(Element{}, scores[block][n], a[block], b[0], b[1]);
-                    mma_m16n8k16(Element{}, scores[block][n + 1], a[block], b[2], b[3]);
+                    mma_m16n8k16(Element{}, sum[block][n], a[block], b[0], b[1]);
+                    mma_m16n8k16(Element{}, sum[block][n + 1], a[block], b[2], b[3]);
                 }
             }
         }
         beside(k);
+    }
+    if constexpr (SUMS > 1 && K > 1) {
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) scores[block][n][e] += odd[block][n][e];
+            }
+        }
     }
 }
 

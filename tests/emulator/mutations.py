@@ -58,6 +58,21 @@ def check_missing_pages(attention, recipe, xp=np, path=None):
     assert np.isnan(out[b][:, rows]).all() and np.isnan(lse[b][:, rows]).all(), "a key is missing and nobody says so"
 
 
+def check_decode_often(decode, recipe, xp=np, path=None):
+    """`testing.check_decode_bound` again and again, for what depends on which of two blocks is faster."""
+    for _ in range(40):
+        testing.check_decode_bound(decode, recipe, path=path)
+
+
+def check_decode_missing_page(decode, recipe, xp=np, path=None):
+    """A sequence of which a page in the middle does not exist is NaN."""
+    q, k, v, tables = recipe.arrays(xp)
+    table, b = reference.host(tables["page_table"]).copy(), np.argmax(recipe.lengths)
+    table[b, recipe.lengths[b] // recipe.page_size // 2] = -1
+    results = decode(q, k, v, return_lse=True, **(tables | {"page_table": xp.asarray(table)}), **recipe.keywords)
+    assert all(np.isnan(reference.host(x)[b]).all() for x in results), "a key is missing and nobody says so"
+
+
 def check_gradient_of_lse(attention, recipe, xp=np, path=None, gradients=None):
     """`testing.check_gradient_bound` with a gradient of lse."""
     arrays, dout = recipe.arrays(), recipe.dout()
@@ -523,7 +538,7 @@ MUTATIONS = (
             ),
             (
                 "arrived_before_all_warps_have_stored", "    sync_threads();\n    if (fresh_thread_index() == 0) {",
-                "    if (fresh_thread_index() == 0) {", BUSY, testing.check_decode_splits,
+                "    if (fresh_thread_index() == 0) {", replace(BUSY, splits=9), check_decode_often,
             ),
             (
                 "counter_left_as_it_is", "if (mine) store_global(arrived, 0);", "",
@@ -571,7 +586,7 @@ MUTATIONS = (
             ),
             (
                 "out_written_over_values_in_use", "    sync_warp();\n    leave(", "    leave(",
-                LONG_CACHE, testing.check_decode_bound,
+                replace(LONG_CACHE, heads=32), testing.check_decode_bound,
             ),
             (
                 "mask_of_decode_one_key_too_far", "j >= first && j < end ?", "j >= first && j <= end ?",
@@ -774,15 +789,28 @@ MUTATIONS = (
             ("odd_bytes_are_the_even_ones", "eight_bit.cuh", "word >> 8 & BYTES", "word & BYTES", INT8),
             ("bytes_of_e4m3_not_sorted", "eight_bit.cuh", "0x3120", "0x3210", E4M3_WINDOWED),
             (
-                "keys_read_beyond_a_length", "rings.cuh", "read = read && key >= work.first_key && key < work.end_key;",
-                "read = read && key >= work.first_key;", IN_ONE_PIECE,
+                "keys_read_beyond_a_length", "rings.cuh", "(key >= work.first_key && key < work.end_key)",
+                "key >= work.first_key", IN_ONE_PIECE,
             ),
-            ("rows_of_a_run_all_the_first", "rings.cuh", "address += lane.ROW_STEP * strides.row;", "", IN_RUNS),
+            (
+                "tile_beyond_a_length_read_whole", "rings.cuh", " && (tile + 1) * TILE_K <= work.end_key;", ";",
+                replace(CACHE, page_size=None, lengths=(283, 310)),
+            ),
+            ("rows_of_a_run_all_the_first", "rings.cuh", "address += ROW_STEP * strides.row;", "", IN_RUNS),
+            (
+                "rows_swizzled_as_the_first", "rings.cuh", "first[n % PERIOD]", "first[0]",
+                replace(CACHE, page_size=None),
+            ),
             (
                 "pages_of_a_run_looked_up_at_its_neighbour", "rings.cuh", "tile * TILE_K + n * RUN;",
                 "tile * TILE_K + (n ^ 1) * RUN;", IN_RUNS,
             ),
         )
+    ),
+    Mutation(
+        "run_of_a_missing_page_read", "rings.cuh",
+        "for (int n = 0; n < rows.COUNT; ++n) plain = plain && rows.page[n] >= 0;", "", replace(CACHE, page_size=16),
+        check_decode_missing_page,
     ),
     *(
         Mutation("mask_against_the_capacity" + kind, "cache.cuh", "uniform(length_of(args, sequence, capacity))",
@@ -880,6 +908,10 @@ MUTATIONS = (
     Mutation(
         "columns_of_the_quad_apart", "forward.cu",
         "8 * n + lane % 4 * 2 + e % 2;", "8 * n + lane % 4 + e % 2 * 4;", CAUSAL,
+    ),
+    Mutation(
+        "sum_of_odd_steps_left_out", "tile.cuh", "scores[block][n][e] += odd[block][n][e];", ";",
+        replace(CACHE, head_dim=96), testing.check_decode_bound,
     ),
     Mutation(
         "operands_swapped", "tile.cuh",
