@@ -157,7 +157,7 @@ def count_tests(xml):
 
 
 # Files whose tests are shared among processes. NumPy gets a thread in each, for they are as many as there are cores.
-SHARES = {"test_forward": 4, "test_backward": 4, "test_gpu": 6, "test_cases": 2, "test_decode": 2, "test_host": 2}
+SHARES = {"test_forward": 4, "test_backward": 4, "test_gpu": 8, "test_cases": 2, "test_decode": 2, "test_host": 3}
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 

@@ -1579,11 +1579,15 @@ def splits_of(args, tiles):
     return [max(-(-each // share), 1) for each in tiles]
 
 
-def ragged_step(sequences, capacity, key_heads, queries, head_dim, limits=HOPPER, **keywords):
-    """The plan of a batch of which only the device knows the lengths, and its launch."""
-    q = np.broadcast_to(np.float16(0), (sequences, 4 * key_heads, queries, head_dim))
-    k = np.broadcast_to(np.float16(0), (sequences, key_heads, capacity, head_dim))
+def ragged_step(
+    sequences, capacity, key_heads, queries, head_dim, limits=HOPPER, *, group=4, page_size=None, **keywords
+):
+    """The plan of a batch of which only the device knows the lengths, and its launch. Its arrays take no memory."""
+    q = np.broadcast_to(np.float16(0), (sequences, group * key_heads, queries, head_dim))
+    k = np.broadcast_to(np.float16(0), (sequences, key_heads, page_size or capacity, head_dim))
     given = NO_TABLES | {"lengths": np.zeros(sequences, np.int32)}
+    if page_size:
+        given["page_table"] = np.zeros((sequences, -(-capacity // page_size)), np.int32)
     given |= {"scale": None, "causal": True, "window": None, "splits": None, "batch_invariant": False} | keywords
     problem = _problem.decode(q, k, k, **given)
     plan = _plan.plan(replace(problem, library="cupy", device=0), limits)
@@ -1639,41 +1643,42 @@ def test_splits_follow_all_lengths():
     assert step.grid == HOPPER.processors and splits_of(step.args, [64, *[1] * 7]) == [64 // 8, *[1] * 7]
 
 
-def cache_step(lengths, limits=HOPPER, **changes):
-    """The plan of a batch of caches, 8 key heads of 128 columns and 4 query heads to each, and its launch."""
-    recipe = testing.CacheRecipe(
-        lengths=lengths, heads=changes.pop("heads", 32), key_heads=8, head_dim=128, value_dim=128, **changes
-    )
-    plan = _plan.plan(planned_problem(recipe), limits)
-    return plan, plan.steps[-1]
-
-
 def test_few_short_splits_are_the_blocks_of_a_cluster():
-    for changes, wanted in (
-        ({"lengths": (1024,)}, 8),  # eight splits and no more
-        ({"lengths": (8192,)}, 1),  # 16 splits
-        ({"lengths": (2048,), "splits": 4}, 4),
-        ({"lengths": (8192,), "splits": 4}, 1),  # too long
-        ({"lengths": (8192,), "splits": 2}, 2),
-        ({"lengths": (8192,), "splits": 1}, 1),
-        ({"lengths": (1024,), "splits": 2, "queries": 20}, 1),  # several tiles of rows
-        ({"lengths": (8192,) * 8, "page_size": None}, 2),  # for when they are alike
-        ({"lengths": (8192,) * 7, "page_size": None}, 2),
-        ({"lengths": (8192,) * 8, "page_size": 16}, 1),
-        ({"lengths": (8192,) * 64, "page_size": None}, 1),
+    for sequences, capacity, changes, wanted in (
+        (1, 1024, {}, 8),  # eight splits and no more
+        (1, 8192, {}, 1),  # 16 splits
+        (1, 2048, {"splits": 4}, 4),
+        (1, 8192, {"splits": 4}, 1),  # too long
+        (1, 8192, {"splits": 2}, 2),
+        (1, 8192, {"splits": 1}, 1),
+        (1, 1024, {"splits": 2, "queries": 20}, 1),  # several tiles of rows
+        (8, 8192, {}, 2),  # for when they are alike
+        (7, 8192, {}, 2),
+        (8, 8192, {"page_size": 16}, 1),
+        (64, 8192, {}, 1),
     ):
-        plan, step = cache_step(**changes)
-        assert step.cluster == wanted and step.cluster in (1, step.args["splits"]), changes
+        sizes = dict(key_heads=8, queries=1, head_dim=128) | changes
+        plan, step = ragged_step(sequences, capacity, **sizes)
+        assert step.cluster == wanted and step.cluster in (1, step.args["splits"]), (sequences, capacity, changes)
         parts = any(buffer.name == "parts" for buffer in plan.buffers)
-        several = step.args["splits"] > 1 or len(changes["lengths"]) > 1
-        assert parts == (several and (wanted == 1 or "sequences" in step.args)), changes
+        several = step.args["splits"] > 1 or sequences > 1
+        assert parts == (several and (wanted == 1 or "sequences" in step.args)), (sequences, capacity, changes)
         for older in (limits for limits in _plan.KNOWN.values() if limits.capability < (9, 0)):
-            assert cache_step(**changes, limits=older)[1].cluster == 1
+            assert ragged_step(sequences, capacity, **sizes, limits=older)[1].cluster == 1
+
+
+def test_long_splits_are_for_two_blocks_a_multiprocessor():
+    """As many as fit on it, so long as a split keeps enough keys and a second block fits for each."""
+    for sequences, capacity, key_heads, wanted in (
+        (1, 65536, 8, 16), (1, 131072, 8, 32), (1, 65536, 32, 8), (8, 65536, 8, 4), (6, 8192, 32, 1),
+    ):  # fmt: skip
+        _, step = ragged_step(sequences, capacity, key_heads, 1, 128, group=32 // key_heads, lengths=None)
+        assert step.args["splits"] == wanted and step.grid == sequences * key_heads * wanted
 
 
 def test_of_many_waves_half_of_the_first_begins_late():
     for sequences, wanted in ((64, (132, 264)), (32, ()), (1, ())):
-        _, step = cache_step((1024,) * sequences, page_size=None)
+        _, step = ragged_step(sequences, 1024, 8, 1, 128)
         assert tuple(step.args[name] for name in ("late_first", "late_end") if name in step.args) == wanted
 
 
