@@ -38,6 +38,7 @@ def jobs():
         dims = [(dim, rows) for dim in _plan.DECODE_TILES for rows in (1, 17)]
         chosen += {_plan.decode_variant(dtypes[0], dim, limits, rows): None for dim, rows in dims}
         chosen += [_plan.decode_8bit_variant(kind, dim, limits) for kind in FORMATS for dim in _plan.DECODE_8BIT_TILES]
+        chosen += {_plan.latent_variant(dtypes[0], limits, rows): None for rows in _plan.LATENT_TILES}
         chosen += [_plan.cache_variant(dtypes[0], dim, dim, limits) for dim in _plan.CACHE_DIMS]
         chosen += [_plan.forward_variant("float32", "full", dim, dim, limits) for dim in _plan.FLOAT32_TILES]
         chosen += [_plan.forward_variant("float64", "full", *pair, limits) for pair in _plan.FLOAT64_TILES]

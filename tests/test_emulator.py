@@ -1,6 +1,7 @@
 """The emulator: each instruction against a model in NumPy, and each rule with a kernel that breaks it."""
 
 import re
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -349,6 +350,27 @@ def test_blocks_wait_for_each_other(probe, seed):
 
 def test_a_seed_decides_everything(probe):
     assert len({tuple(probe("tickets", size=9, grid=8, seed=5)) for _ in range(5)}) == 1
+
+
+# Of kernels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 24])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "float64", "int8", "latent"])
+def test_decode_reads_what_rows_see_alone(emulator, kind, page_size):
+    from emulator.mutations import check_decode_reads
+
+    recipe = testing.CacheRecipe(
+        lengths=(310, 0, 100), page_size=page_size, heads=6, key_heads=2, head_dim=48, value_dim=32, splits=3
+    )
+    changes = {
+        "int8": {"kv_format": kind, "k_scale": "slot", "v_scale": "slot"},
+        "latent": {"latent": True, "key_heads": 1, "head_dim": 576, "value_dim": 512},
+    }
+    recipe = replace(recipe, **changes.get(kind, {"dtype": kind}))
+    device = emulator.Emulator()
+    for queries, window in ((1, None), (20, (40, 9)), (2, (None, 0))):
+        check_decode_reads(device.decode, replace(recipe, queries=queries, causal=window is None, window=window))
 
 
 # Of other devices -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -71,6 +72,38 @@ def check_decode_missing_page(decode, recipe, xp=np, path=None):
     table[b, recipe.lengths[b] // recipe.page_size // 2] = -1
     results = decode(q, k, v, return_lse=True, **(tables | {"page_table": xp.asarray(table)}), **recipe.keywords)
     assert all(np.isnan(reference.host(x)[b]).all() for x in results), "a key is missing and nobody says so"
+
+
+def check_decode_reads(decode, recipe, xp=np, path=None):
+    """What no row sees is not read, be it for nothing: keys and values, their scales, entries of the page table."""
+    q, k, v, tables = recipe.arrays()
+    table = tables.get("page_table")
+    caches = {"k": k, "v": v} | {name: x for name, x in tables.items() if name.endswith("_scale") and x.ndim == 3}
+    rows = {x.ctypes.data: [] for x in caches.values()}  # by the address of the array that they are of
+    if table is not None:
+        rows[table.ctypes.data] = []
+    for b in range(len(recipe.lengths)):
+        seen = np.flatnonzero(recipe.mask(b).any(axis=0))
+        for j in range(seen[0], seen[-1] + 1) if seen.size else ():
+            entry, slot = divmod(j, recipe.page_size or recipe.capacity)
+            page = b if table is None else table[b, entry]
+            for x in caches.values():
+                rows[x.ctypes.data] += [x[page, head, slot : slot + 1] for head in range(recipe.key_heads)]
+            if table is not None:
+                rows[table.ctypes.data].append(table[b, entry : entry + 1])
+    emulator, met = decode.__self__, set()
+
+    def launch(emulate, grid, threads, args, shared_bytes, memory, **keywords):
+        pieces = []
+        for array, may in memory:
+            met.add(array.ctypes.data)
+            pieces += [(row, may) for row in rows.get(array.ctypes.data, [array])]
+        return plain(emulate, grid, threads, args, shared_bytes, pieces, **keywords)
+
+    plain = emulator.launch
+    with mock.patch.object(emulator, "launch", launch):
+        decode(q, k, v, return_lse=True, **(tables | recipe.keywords | recipe.splitting))
+    assert met >= set(rows), "the kernels were given copies"
 
 
 def check_gradient_of_lse(attention, recipe, xp=np, path=None, gradients=None):
@@ -397,6 +430,8 @@ PREFILL = testing.CacheRecipe(
 )
 PREFILL_WINDOW = replace(PREFILL, dtype="bfloat16", causal=False, window=(40, 9))
 PREFILL_ONE_STAGE = replace(PREFILL, heads=1, key_heads=1, queries=40, head_dim=192, value_dim=192, page_size=1)
+
+READ_WINDOWED = replace(WINDOWED, page_size=16, lengths=(310, 0, 100))
 
 # The same in float32: rows of 16-byte quads, a lane a key and two; rows of two tiles.
 SINGLE = replace(CACHE, dtype="float32", heads=12, page_size=16)
@@ -805,6 +840,13 @@ MUTATIONS = (
                 "pages_of_a_run_looked_up_at_its_neighbour", "rings.cuh", "tile * TILE_K + n * RUN;",
                 "tile * TILE_K + (n ^ 1) * RUN;", IN_RUNS,
             ),
+        )
+    ),
+    *(
+        Mutation(f"{name}_before_a_window_{done}", "rings.cuh", old, new, READ_WINDOWED, check_decode_reads)
+        for name, done, old, new in (
+            ("tile", "read_whole", "plain && tile * TILE_K >= work.first_key && (", "plain && ("),
+            ("pages", "looked_up", "return key + RUN > work.first_key && key", "return key"),
         )
     ),
     Mutation(
