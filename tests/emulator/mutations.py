@@ -40,7 +40,7 @@ def check_faint_values(decode, recipe, xp=np, path=None):
     testing.check_decode_bound(decode, recipe, path=path, values=values)
 
 
-def check_missing_pages(attention, recipe, xp=np, path=None):
+def _check_missing_pages(attention, exactly, recipe, xp, path):
     """A sequence of which a page in the middle does not exist is NaN where rows see its keys; others are not."""
     q, k, v, tables = recipe.arrays(xp)
     table, size, b = reference.host(tables["page_table"]).copy(), recipe.page_size, np.argmax(recipe.lengths)
@@ -48,7 +48,7 @@ def check_missing_pages(attention, recipe, xp=np, path=None):
     table[b, gone] = len(k)
     results = attention(q, k, v, return_lse=True, **(tables | {"page_table": xp.asarray(table)}), **recipe.keywords)
     out, lse = (reference.host(x) for x in results)
-    exact = bounds.forward(q, k, v, path=path, **tables, **recipe.keywords)
+    exact = exactly(q, k, v, path=path, **tables, **recipe.keywords)
     others = np.arange(len(q)) != b
     worst = bounds.worst(
         (out[others], lse[others]),
@@ -59,19 +59,20 @@ def check_missing_pages(attention, recipe, xp=np, path=None):
     assert np.isnan(out[b][:, rows]).all() and np.isnan(lse[b][:, rows]).all(), "a key is missing and nobody says so"
 
 
+def check_missing_pages(attention, recipe, xp=np, path=None):
+    """`_check_missing_pages` of `cuflash.forward`."""
+    _check_missing_pages(attention, bounds.forward, recipe, xp, path)
+
+
+def check_decode_missing_pages(decode, recipe, xp=np, path=None):
+    """`_check_missing_pages` of `cuflash.decode`."""
+    _check_missing_pages(decode, bounds.decode, recipe, xp, path)
+
+
 def check_decode_often(decode, recipe, xp=np, path=None):
     """`testing.check_decode_bound` again and again, for what depends on which of two blocks is faster."""
     for _ in range(40):
         testing.check_decode_bound(decode, recipe, path=path)
-
-
-def check_decode_missing_page(decode, recipe, xp=np, path=None):
-    """A sequence of which a page in the middle does not exist is NaN."""
-    q, k, v, tables = recipe.arrays(xp)
-    table, b = reference.host(tables["page_table"]).copy(), np.argmax(recipe.lengths)
-    table[b, recipe.lengths[b] // recipe.page_size // 2] = -1
-    results = decode(q, k, v, return_lse=True, **(tables | {"page_table": xp.asarray(table)}), **recipe.keywords)
-    assert all(np.isnan(reference.host(x)[b]).all() for x in results), "a key is missing and nobody says so"
 
 
 def check_decode_reads(decode, recipe, xp=np, path=None):
@@ -852,7 +853,7 @@ MUTATIONS = (
     Mutation(
         "run_of_a_missing_page_read", "rings.cuh",
         "for (int n = 0; n < rows.COUNT; ++n) plain = plain && rows.page[n] >= 0;", "", replace(CACHE, page_size=16),
-        check_decode_missing_page,
+        check_decode_missing_pages,
     ),
     *(
         Mutation("mask_against_the_capacity" + kind, "cache.cuh", "uniform(length_of(args, sequence, capacity))",
