@@ -96,7 +96,8 @@ def _in_clusters(cluster):
     """The like of ``driver.launchKernel`` for blocks in clusters: cuLaunchKernelEx, which CuPy does not wrap."""
     from cupy.cuda import driver
 
-    start, packed = _launch_kernel_ex(), struct.pack("=I4x3I52x", _CLUSTER_DIMENSION, cluster, 1, 1)
+    start = driver_function("cuLaunchKernelEx", ctypes.c_char_p, *[ctypes.c_void_p] * 3)
+    packed = struct.pack("=I4x3I52x", _CLUSTER_DIMENSION, cluster, 1, 1)
     attribute = ctypes.create_string_buffer(packed)
 
     def launch(function, *facts):
@@ -108,9 +109,10 @@ def _in_clusters(cluster):
 
 
 @cache
-def _launch_kernel_ex():
-    function = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuLaunchKernelEx
-    function.argtypes, function.restype = [ctypes.c_char_p, *[ctypes.c_void_p] * 3], ctypes.c_int
+def driver_function(name, *types):
+    """A function of the driver that CuPy does not wrap, for arguments of these types of ctypes; it returns an error code."""
+    function = getattr(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"), name)
+    function.argtypes, function.restype = types, ctypes.c_int
     return function
 
 

@@ -1135,11 +1135,10 @@ def _splits(problem, variant, limits, items):
     one_tile = problem.queries * problem.group <= variant.tile_q
     if variant.clusters and one_tile and most * tile <= LARGEST_CLUSTER * FEWER_KEYS:
         filling = min(filling, LARGEST_CLUSTER)
-    splits = filling
-    if problem.lengths is not None and problem.batch[0] > 1 or items > resident:
-        splits = max(splits, min(-(-most * tile // MOST_KEYS), MOST_WAVES * resident // items))
     fewest = tile * _fewest(variant) if filling > 1 else FEWEST_BESIDE_OTHERS
-    return max(min(splits, -(-most * tile // fewest)), 1), fewest // tile
+    if problem.lengths is not None and problem.batch[0] > 1 or items > resident:
+        filling = max(filling, min(-(-most * tile // MOST_KEYS), MOST_WAVES * resident // items))
+    return max(min(filling, -(-most * tile // fewest)), 1), fewest // tile
 
 
 def _reads_slower(problem):

@@ -1,14 +1,16 @@
 """Tensor maps: a tensor in device memory and the box of it that one copy moves, as the driver encodes them for Hopper.
 
-The driver's function is called by ctypes, since CuPy does not wrap it; it touches no device.
+The driver's function touches no device.
 """
 
 import ctypes
-from functools import cache
+
+from ._compile import driver_function
 
 _TYPES = {1: 0, 2: 1, 4: 2, 8: 4}  # unsigned integers of so many bytes: bits are copied as they are
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _PROMOTE_256, _ZEROS = 3, 0
+_ARGUMENTS = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, *(ctypes.c_void_p,) * 5, *(ctypes.c_int,) * 4
 
 
 def tensor_map(pointer, itemsize, dims, strides, box, swizzle=128):
@@ -31,19 +33,10 @@ def tensor_map(pointer, itemsize, dims, strides, box, swizzle=128):
     storage = ctypes.create_string_buffer(256)
     address = -(-ctypes.addressof(storage) // 128) * 128
     wide, word = ctypes.c_uint64, ctypes.c_uint32
-    result = _encode()(
+    result = driver_function("cuTensorMapEncodeTiled", *_ARGUMENTS)(
         address, _TYPES[itemsize], rank, pointer, (wide * rank)(*dims), (wide * (rank - 1))(*strides),
         (word * rank)(*box), (word * rank)(*(1,) * rank), 0, _SWIZZLES[swizzle], _PROMOTE_256, _ZEROS,
     )  # fmt: skip
     if result:
         raise RuntimeError(f"cuTensorMapEncodeTiled: error {result} for {dims} by {strides} bytes, box {box}")
     return ctypes.string_at(address, 128)
-
-
-@cache
-def _encode():
-    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
-    pointer, integer, unsigned = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32
-    function.argtypes = [pointer, integer, unsigned, *(pointer,) * 5, *(integer,) * 4]
-    function.restype = integer
-    return function

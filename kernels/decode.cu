@@ -14,16 +14,13 @@
 namespace cuflash {
 
 constexpr int STEPS = TILE_K / 16;
-constexpr bool KEPT = BLOCKS * HEAD_DIM <= 128;    // whether rows of q stay in registers
-using Queries = uint32[BLOCKS][HEAD_DIM / 16][4];  // A operands
-using Weights = uint32[STEPS][BLOCKS][4];          // likewise
+using Weights = uint32[STEPS][BLOCKS][4];  // A operands
 
 // Softmax ---------------------------------------------------------------------------------------------------------
 
-// Raises the rows' references to what this tile needs; out is rescaled where, rarely, one has moved.
+// Raises the rows' references to what this tile needs.
 __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores, const Scaled& score) {
-    float top[BLOCKS][2], factor[BLOCKS][2];
-    bool outgrown = false;
+    float top[BLOCKS][2];
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
@@ -34,18 +31,9 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
                 most = maximum(most, maximum(scores[block][n][2 * half], scores[block][n][2 * half + 1]));
             }
             top[block][half] = most * score.factor();
-            outgrown |= rows[block][half].outgrown(top[block][half]);
         }
     }
-    if (!any(outgrown)) return;
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            factor[block][half] = rows[block][half].raise(maximum_of_row(top[block][half]));
-        }
-    }
-    rescale(out, factor, true);
+    raise(rows, out, top);
 }
 
 // weights = exp(scores - reference), summed.
@@ -98,33 +86,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) cuflash_dec
     load_queries(args, place, work, shared);
     cp_async_commit_group();
 
-    const uint32 lane_q = lane_of_a<HEAD_DIM>(), lane_k = lane_of_b<HEAD_DIM>(), lane_v = lane_of_a<VALUE_DIM>();
-    Queries queries;
+    const uint32 lane_k = lane_of_b<HEAD_DIM>(), lane_v = lane_of_a<VALUE_DIM>();
+    RowsOfQ queries(shared);
     Weights weights;
     Out out = {};
     Rows rows;
-    auto load_query = [&](int block, int step) {
-        ldmatrix_x4(queries[block][step], shared + QueryTile::step(lane_q, 16 * block, 2 * step));
-    };
     auto begin = [&] {
         sync_threads();  // the rows of q are here
-        if (KEPT) {
-#pragma unroll
-            for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-                for (int step = 0; step < HEAD_DIM / 16; ++step) load_query(block, step);
-            }
-        }
+        queries.keep();
         clear(rows);
-    };
-    auto query = [&](uint32(&a)[4], int block, int step) {
-        if (!KEPT) load_query(block, step);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) a[n] = queries[block][step][n];
     };
     auto with_keys = [&](int key, uint32 stage) {
         Scores scores;
-        multiply_transposed<Element, BLOCKS, TILE_K / 8, HEAD_DIM / 16, HEAD_DIM>(scores, query, stage, lane_k);
+        multiply_transposed<Element, BLOCKS, TILE_K / 8, HEAD_DIM / 16, HEAD_DIM>(scores, queries, stage, lane_k);
         if (key < work.all_first || key + TILE_K > work.all_end) hide(scores, mask, place, work.first_row, key);
         raise(rows, out, scores, score);
         weigh(weights, rows, scores, score);

@@ -16,11 +16,11 @@
 //
 // A word of the cache becomes a thread's B operand where it is: ldmatrix brings four columns of a key, or two columns
 // of two keys. The even bytes are one half of the operand and the odd ones the other, or they belong to two operands.
-// The order of columns in the sum over head_dim is free, so q is laid out to suit; that of out is undone where a warp
-// leaves its part.
+// The order of columns in the sum over head_dim is free, so q is laid out to suit, for E4M3 where the device converts
+// neighbours; that of out is undone where a warp leaves its part.
 //
 // What limits speed: memory and, not far behind it, the instructions that convert: of each word of four elements 3 of
-// integers and 2 of float16, beside one product.
+// integers and 2 of float16, or 2 or 3 that convert E4M3, beside one product.
 #include "careful.cuh"
 #include "eight_bit.cuh"
 #include "rings.cuh"
@@ -30,10 +30,12 @@ namespace cuflash {
 static_assert(TILE_K % WARP == 0, "TILE_K: a lane copies every 32nd scale");
 
 constexpr int STEPS = TILE_K / 16;
+using Weights = uint32[STEPS][BLOCKS][4];  // A operands
+constexpr Pairs KEY_PAIRS = CONVERTS ? Pairs::NEIGHBOURS : Pairs::ALTERNATE;
 
 // Scales ----------------------------------------------------------------------------------------------------------
 
-// What is copied with the rows of keys and values: their scales, where there is one a slot.
+// What is copied with a tile's keys: their scales and those of its values, where there is one a slot.
 struct Scales {
     using Key = Lane<1>;  // a lane's scales
     using Found = RowPages<1, 1>;
@@ -52,11 +54,9 @@ struct Scales {
         }
         return rows;
     }
-    __device__ __forceinline__ void copy_keys(uint32 to, int tile, const Found& rows) const {
+    __device__ __forceinline__ void copy(uint32 to, int tile, const Found& rows) const {
         if (args.k_slots) copy(to, args.k_scale, args.k_scale_strides, tile, rows);
-    }
-    __device__ __forceinline__ void copy_values(uint32 to, int tile, const Found& rows) const {
-        if (args.v_slots) copy(to, args.v_scale, args.v_scale_strides, tile, rows);
+        if (args.v_slots) copy(to + SCALE_BYTES, args.v_scale, args.v_scale_strides, tile, rows);
     }
 
   private:
@@ -91,8 +91,8 @@ __device__ __forceinline__ float sign_of(float k_scale) {
     return k_scale > 0.0f ? 1.0f : k_scale < 0.0f ? -1.0f : k_scale - k_scale;  // NaN stays
 }
 
-// Makes the block's rows of q float16 in place, the even columns of every 16 before the odd ones, and stores their
-// factors. A thread has 16 columns of a row.
+// Makes the block's rows of q float16 in place, of every four columns the pair that meets the first of a word of keys in
+// the first 8 of 16, the other in the last, and stores the rows' factors. A thread has 16 columns of a row.
 __device__ __forceinline__ void convert_queries(const Args& args, uint32 queries, uint32 factors, float k_scale) {
     constexpr int THREADS_OF_ROW = HEAD_DIM / 16;
     for (int n = fresh_thread_index(); n < TILE_Q * THREADS_OF_ROW; n += THREADS) {
@@ -121,7 +121,10 @@ __device__ __forceinline__ void convert_queries(const Args& args, uint32 queries
             Vector16 made;
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
-                made.words[w] = cvt_pair(Float16{}, x[4 * w + half] * up * sign, x[4 * w + 2 + half] * up * sign);
+                const bool neighbours = KEY_PAIRS == Pairs::NEIGHBOURS;
+                const float low = x[4 * w + (neighbours ? 2 * half : half)];
+                const float high = x[4 * w + (neighbours ? 2 * half + 1 : half + 2)];
+                made.words[w] = cvt_pair(Float16{}, low * up * sign, high * up * sign);
             }
             store_shared(places[half], made);
         }
@@ -144,20 +147,16 @@ __device__ __forceinline__ void load_factors(Factors& factors, uint32 from) {
 
 // Products and softmax ----------------------------------------------------------------------------------------------
 
-using Weights = uint32[STEPS][BLOCKS][4];  // A operands
-
 // scores = q k^T. A thread's B operand of 16 columns is a word.
-__device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, uint32 keys) {
-    const uint32 lane_q = lane_of_a<HEAD_DIM>(), lane_k = lane_of_b<HEAD_DIM / 2>();  // of pairs of elements
+__device__ __forceinline__ void multiply_keys(Scores& scores, const RowsOfQ& queries, uint32 keys) {
+    const uint32 lane_k = lane_of_b<HEAD_DIM / 2>();  // of pairs of elements
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k += 2) {
         uint32 a[2][BLOCKS][4];
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
 #pragma unroll
-            for (int block = 0; block < BLOCKS; ++block) {
-                ldmatrix_x4(a[part][block], queries + QueryTile::step(lane_q, 16 * block, 2 * (k + part)));
-            }
+            for (int block = 0; block < BLOCKS; ++block) queries(a[part][block], block, k + part);
         }
 #pragma unroll
         for (int n = 0; n < TILE_K / 8; n += 2) {
@@ -165,14 +164,14 @@ __device__ __forceinline__ void multiply_keys(Scores& scores, uint32 queries, ui
             ldmatrix_x4(words, keys + KeyTile::step(lane_k, 8 * n, k));
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
-                uint32 even, odd;
-                spread<CONVERTS>(Element{}, words[w], even, odd);
+                uint32 first, second;
+                spread<CONVERTS, KEY_PAIRS>(Element{}, words[w], first, second);
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) {
                     if (k == 0 && w % 2 == 0) {
-                        mma_m16n8k16_first(Float16{}, scores[block][n + w / 2], a[0][block], even, odd);
+                        mma_m16n8k16_first(Float16{}, scores[block][n + w / 2], a[0][block], first, second);
                     } else {
-                        mma_m16n8k16(Float16{}, scores[block][n + w / 2], a[w % 2][block], even, odd);
+                        mma_m16n8k16(Float16{}, scores[block][n + w / 2], a[w % 2][block], first, second);
                     }
                 }
             }
@@ -193,12 +192,11 @@ __device__ __forceinline__ void scale_scores(Scores& scores, uint32 scales) {
     }
 }
 
-// Raises the rows' references to what this tile needs; out is rescaled where, rarely, one has moved. `lead(n)` is added
-// to the scores of keys 8 n + 2 t and 8 n + 2 t + 1.
+// Raises the rows' references to what this tile needs. `lead(n)` is added to the scores of keys 8 n + 2 t and
+// 8 n + 2 t + 1.
 template <typename Lead>
 __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores, const Factors& factors, Lead lead) {
-    float shrink[BLOCKS][2], top[BLOCKS][2];
-    bool outgrown = false;
+    float top[BLOCKS][2];
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) top[block][0] = top[block][1] = -INFINITE;
 #pragma unroll
@@ -214,20 +212,7 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
             }
         }
     }
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) outgrown |= rows[block][half].outgrown(top[block][half]);
-    }
-    if (!any(outgrown)) return;
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            shrink[block][half] = rows[block][half].raise(maximum_of_row(top[block][half]));
-        }
-    }
-    rescale(out, shrink, true);
+    raise(rows, out, top);
 }
 
 // weights = exp(scores - reference), summed, times `scale(n)` of their keys.
@@ -267,7 +252,7 @@ __device__ __forceinline__ void multiply_values(Out& out, const Weights& weights
                 uint32 even[2], odd[2];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    spread<CONVERTS>(Element{}, words[2 * part + half], even[half], odd[half]);
+                    spread<CONVERTS, Pairs::ALTERNATE>(Element{}, words[2 * part + half], even[half], odd[half]);
                 }
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) {
@@ -354,27 +339,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     cp_async_commit_group();
     const float k_scale = head_scale(args.k_scale, args.k_slots, args.k_scale_strides, place.key_head);
 
-    Scores scores;
+    RowsOfQ queries(shared);
+    Factors factors;
+    Weights weights;
     Out out;
     Rows rows;
     auto begin = [&] {
         sync_threads();  // the rows of q are here
         convert_queries(args, shared, shared + FACTORS_START, k_scale);
         sync_threads();  // as they are to be
+        queries.keep();
+        load_factors(factors, shared + FACTORS_START);
         clear(rows);
         clear(out);
     };
     auto with_keys = [&](int key, uint32 stage) {
-        multiply_keys(scores, shared, stage);
-        if (args.k_slots) scale_scores(scores, stage + KEY_BYTES + VALUE_BYTES);
+        Scores scores;
+        multiply_keys(scores, queries, stage);
+        const uint32 scales = stage + KEY_BYTES + VALUE_BYTES;
+        if (args.k_slots) scale_scores(scores, scales);
         if (key < work.all_first || key + TILE_K > work.all_end) hide(scores, mask, place, work.first_row, key);
-    };
-    auto with_values = [&](uint32 stage) {
-        Factors factors;
-        load_factors(factors, shared + FACTORS_START);
-        Weights weights;
         if (args.v_slots) {
-            auto scale = [&](int n) { return scales_of(stage + KEY_BYTES + VALUE_BYTES + SCALE_BYTES, n); };
+            auto scale = [&](int n) { return scales_of(scales + SCALE_BYTES, n); };
             raise(rows, out, scores, factors, [&](int n) {
                 const Pair pair = scale(n);
                 return Pair{log2_of_scale(pair.low), log2_of_scale(pair.high)};
@@ -384,8 +370,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             raise(rows, out, scores, factors, [](int) { return Pair{0.0f, 0.0f}; });
             weigh(weights, rows, scores, factors, [](int) { return Pair{1.0f, 1.0f}; });
         }
-        multiply_values(out, weights, stage + KEY_BYTES);
     };
+    auto with_values = [&](uint32 stage) { multiply_values(out, weights, stage + KEY_BYTES); };
     const Scales scales{args, place, pages, work};
     const bool missing = stream(args, place, work, pages, shared, scales, begin, with_keys, with_values);
 

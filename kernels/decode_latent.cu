@@ -102,31 +102,10 @@ __device__ __forceinline__ void load_keys(const Args& args, const Paged& place, 
 
 // Scores ----------------------------------------------------------------------------------------------------------
 
-// The warp's 16 rows of q as A operands, each of 16 columns: the first QUERY_STEPS stay in registers, the others come
-// from shared memory for each tile anew.
-struct Queries {
-    uint32 shared, lane;
-    uint32 kept[QUERY_STEPS + 1][4];
-
-    // Once the rows are in shared memory.
-    __device__ __forceinline__ explicit Queries(uint32 shared) : shared(shared), lane(lane_of_a<HEAD_DIM>()) {
-#pragma unroll
-        for (int step = 0; step < QUERY_STEPS; ++step) {
-            ldmatrix_x4(kept[step], shared + QueryTile::step(lane, 0, 2 * step));
-        }
-    }
-    __device__ __forceinline__ void operator()(uint32(&a)[4], int, int step) const {
-        if (step < QUERY_STEPS) {
-#pragma unroll
-            for (int n = 0; n < 4; ++n) a[n] = kept[step][n];
-        } else {
-            ldmatrix_x4(a, shared + QueryTile::step(lane, 0, 2 * step));
-        }
-    }
-};
+using RowsOfQ = Queries<1, QUERY_STEPS>;  // the warp's
 
 // The warp's rows times its keys.
-__device__ __forceinline__ void multiply_keys(Scores& scores, const Queries& queries, uint32 keys) {
+__device__ __forceinline__ void multiply_keys(Scores& scores, const RowsOfQ& queries, uint32 keys) {
     if constexpr (KEYS == 8) {  // 32 columns of 8 keys a load; two sums, for products to wait for one another less
         const uint32 lane = lane_index(), lane_k = KeyTile::offset(lane % 8, lane / 8);
         float odd[4] = {};
@@ -229,7 +208,7 @@ __device__ __forceinline__ void accumulate(Out& out, uint32 shared, uint32 stage
             moved |= factor[block][half] != 1.0f;
         }
     }
-    rescale(out, factor, moved);
+    if (any(moved)) rescale(out, factor);
     const uint32 lane_w = lane_of_a<TILE_K>();
     const uint32 lane_v = lane_of_a<HEAD_DIM>(warp_index() * (COLUMNS / CHUNK_ELEMENTS));
 #pragma unroll
@@ -322,7 +301,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     cp_async_wait_group<STAGES - 2>();
     sync_threads();  // the rows of q are here
-    const Queries queries(shared + 16 * block_of_warp() * QueryTile::PITCH);
+    RowsOfQ queries(shared + 16 * block_of_warp() * QueryTile::PITCH);
+    queries.keep();
 
     Scores scores;
     Out out = {};

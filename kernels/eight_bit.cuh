@@ -14,10 +14,15 @@ struct E4M3 {  // sign, 4 bits of exponent with bias 7, 3 of significand; no inf
     unsigned char bits;
 };
 
-// The even bytes of a word as a pair of float16, and the odd ones. On an integer x + 128 is put into the significand of
+// How a word's elements fall into two pairs of float16: the even ones and the odd ones or, where it is an instruction
+// less, neighbours.
+enum class Pairs { ALTERNATE, NEIGHBOURS };
+
+// The two pairs of a word. On an integer x + 128 is put into the significand of
 // 1024, which then stands for 1152 + x.
-template <bool>
+template <bool, Pairs PAIRS>
 __device__ __forceinline__ void spread(Int8, uint32 word, uint32& even, uint32& odd) {
+    static_assert(PAIRS == Pairs::ALTERNATE, "integers: no neighbours");
     constexpr uint32 BYTES = 0x00ff00ff, FROM = 0x64806480, MINUS_1152 = 0xe480e480;
     even = add_pair((word & BYTES) ^ FROM, MINUS_1152);
     odd = add_pair((word >> 8 & BYTES) ^ FROM, MINUS_1152);
@@ -25,19 +30,20 @@ __device__ __forceinline__ void spread(Int8, uint32 word, uint32& even, uint32& 
 
 // CVT: whether the device has an instruction for it. Else the bits below the sign, moved to where float16 has its
 // exponent and significand, stand for the number over 2^8, subnormal ones too. All ones get the exponent of NaN.
-template <bool CVT>
-__device__ __forceinline__ void spread(E4M3, uint32 word, uint32& even, uint32& odd) {
+template <bool CVT, Pairs PAIRS>
+__device__ __forceinline__ void spread(E4M3, uint32 word, uint32& first, uint32& second) {
+    static_assert(CVT || PAIRS == Pairs::ALTERNATE, "bits that are moved: no neighbours");
     if constexpr (CVT) {
-        const uint32 sorted = byte_permute(word, 0, 0x3120);
-        even = cvt_pair_of_e4m3<0>(sorted);
-        odd = cvt_pair_of_e4m3<1>(sorted);
+        const uint32 sorted = PAIRS == Pairs::NEIGHBOURS ? word : byte_permute(word, 0, 0x3120);
+        first = cvt_pair_of_e4m3<0>(sorted);
+        second = cvt_pair_of_e4m3<1>(sorted);
     } else {
         auto convert = [](uint32 bytes) {  // in the low halves
             const uint32 size = bytes & 0x007f007f, ones = (size + 0x00010001) & 0x00800080;
             return multiply_pair((size | ones) << 7 | (bytes & 0x00800080) << 8, 0x5c005c00);
         };
-        even = convert(word);
-        odd = convert(word >> 8);
+        first = convert(word);
+        second = convert(word >> 8);
     }
 }
 
@@ -45,7 +51,7 @@ __device__ __forceinline__ void spread(E4M3, uint32 word, uint32& even, uint32& 
 template <bool CVT, typename Element>
 __device__ __forceinline__ float element_to_float(Element x) {
     uint32 even, odd;
-    spread<CVT>(x, static_cast<unsigned char>(x.bits), even, odd);
+    spread<CVT, Pairs::ALTERNATE>(x, static_cast<unsigned char>(x.bits), even, odd);
     return to_float(Float16{static_cast<unsigned short>(even)});
 }
 

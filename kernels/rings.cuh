@@ -38,6 +38,7 @@ constexpr int RINGS_START = OFFSET_OF(Shared, rings), ROWS_START = OFFSET_OF(Sha
 constexpr int LAST_START = OFFSET_OF(Shared, last), CLUSTERED_START = OFFSET_OF(Shared, clustered);
 constexpr int FACTORS_START = sizeof(Shared), WEIGHTS_START = sizeof(Shared);
 
+using RowsOfQ = Queries<BLOCKS, BLOCKS * HEAD_DIM <= 128 ? HEAD_DIM / 16 : 0>;  // as there are registers for
 using Scores = float[BLOCKS][TILE_K / 8][4];
 using Out = float[BLOCKS][VALUE_DIM / 8][4];
 using Rows = SoftmaxRow<float>[BLOCKS][2];  // a thread's rows g and g + 8
@@ -88,8 +89,11 @@ struct Lane {
 // 1, one of each run of so many keys, which are known to lie in a page.
 template <int RUN, int LANES>
 struct RowPages {
+    static_assert(TILE_K % RUN == 0, "RUN: tiles are whole runs");
+    static_assert(RUN == 1 || RUN % Lane<LANES>::ROW_STEP == 0, "RUN: a lane's rows begin each of them alike");
     static constexpr int COUNT = RUN == 1 ? Lane<LANES>::ROWS : TILE_K / RUN;
     int page[COUNT];
+    bool whole;  // once checked: all keys of the tile are to be read
 
     // The first key of run n, and whether one of its keys is of the split.
     static __device__ __forceinline__ int key(const Lane<LANES>& lane, int tile, int n) {
@@ -114,21 +118,23 @@ __device__ __forceinline__ RowPages<RUN, LANES> look_up(const Pages& pages, cons
     return rows;
 }
 
-// Pages that do not exist are not read, but `missing`.
+// Pages that do not exist are not read, but `missing`. Says whether the tile is whole.
 template <int RUN, int LANES>
 __device__ __forceinline__ void check(RowPages<RUN, LANES>& rows, const Pages& pages, const Work& work,
                                       const Lane<LANES>& lane, int tile, bool& missing) {
+    rows.whole = tile * TILE_K >= work.first_key && (tile + 1) * TILE_K <= work.end_key;
 #pragma unroll
     for (int n = 0; n < rows.COUNT; ++n) {
         const int key = rows.key(lane, tile, n);
         if (pages.exists(rows.page[n])) continue;
         rows.page[n] = -1;
+        rows.whole = false;
         missing |= rows.seen(work, key);
     }
 }
 
 // Copies a tile of rows of `bytes`; what is not to be read becomes zeros. `source` is the lane's first chunk of row 0
-// of page 0. A tile that is all to be read takes no test of its rows, where pages are those of runs.
+// of page 0. A whole tile takes no test of its rows, where pages are those of runs.
 template <typename Shape, int RUN, int LANES>
 __device__ __forceinline__ void copy_rows(uint32 base, const char* source, const Strides& strides, const Pages& pages,
                                           const Work& work, const RowPages<RUN, LANES>& rows, const Lane<LANES>& lane,
@@ -159,13 +165,7 @@ __device__ __forceinline__ void copy_rows(uint32 base, const char* source, const
             }
         }
     };
-    bool plain = bytes % CHUNK == 0;
-    if constexpr (RUN > 1) {
-        plain = plain && tile * TILE_K >= work.first_key && (tile + 1) * TILE_K <= work.end_key;
-#pragma unroll
-        for (int n = 0; n < rows.COUNT; ++n) plain = plain && rows.page[n] >= 0;
-    }
-    if (plain) {
+    if (bytes % CHUNK == 0 && (RUN == 1 || rows.whole)) {
         each([](uint32 to, const char* from, int left, bool read) {
             cp_async_16_once(to, from, (RUN > 1 || read) && left > 0);
         });
@@ -176,12 +176,11 @@ __device__ __forceinline__ void copy_rows(uint32 base, const char* source, const
     }
 }
 
-// What is copied with the rows of keys and values: nothing.
+// What is copied with a tile's keys, to behind its values: nothing.
 struct NoScales {
     struct Found {};
     __device__ __forceinline__ Found look_up(int) const { return {}; }
-    __device__ __forceinline__ void copy_keys(uint32, int, const Found&) const {}
-    __device__ __forceinline__ void copy_values(uint32, int, const Found&) const {}
+    __device__ __forceinline__ void copy(uint32, int, const Found&) const {}
 };
 
 // A warp's tiles, one after the other, through its ring; returns whether a page of any lane's was missing. `begin()` is
@@ -210,7 +209,7 @@ __device__ __forceinline__ bool stream_runs(const Args& args, const Paged& place
         if (tile < work.end_tile) {
             const uint32 to = ring + stage * STAGE_BYTES;
             copy_rows<KeyTile>(to, keys, args.k_strides, pages, work, from.rows, lane, tile, args.head_dim * WIDTH);
-            scales.copy_keys(to + KEY_BYTES + VALUE_BYTES, tile, from.scales);
+            scales.copy(to + KEY_BYTES + VALUE_BYTES, tile, from.scales);
         }
         cp_async_commit_group();
     };
@@ -219,7 +218,6 @@ __device__ __forceinline__ bool stream_runs(const Args& args, const Paged& place
             const uint32 to = ring + stage * STAGE_BYTES + KEY_BYTES;
             copy_rows<ValueTile>(to, values, args.v_strides, pages, work, from.rows, lane, tile,
                                  args.value_dim * WIDTH);
-            scales.copy_values(to + VALUE_BYTES + SCALE_BYTES, tile, from.scales);
         }
         cp_async_commit_group();
     };
@@ -290,6 +288,27 @@ __device__ __forceinline__ void hide(Scores& scores, const Mask& mask, const Pag
             }
         }
     }
+}
+
+// Raises the rows' references to what a tile needs, given the largest of each row's scores (log2 units) that the thread
+// has; out is rescaled where, rarely, one has moved.
+__device__ __forceinline__ void raise(Rows& rows, Out& out, const float (&top)[BLOCKS][2]) {
+    bool outgrown = false;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) outgrown |= rows[block][half].outgrown(top[block][half]);
+    }
+    if (!any(outgrown)) return;
+    float factor[BLOCKS][2];
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            factor[block][half] = rows[block][half].raise(maximum_of_row(top[block][half]));
+        }
+    }
+    rescale(out, factor);
 }
 
 // Parts -----------------------------------------------------------------------------------------------------------

@@ -78,10 +78,9 @@ __device__ __forceinline__ float maximum_of_row(float x) {
     return maximum(x, shuffle_xor(x, 2));
 }
 
-// Multiplies out by its rows' factors where, rarely, one of a lane's rows has `moved`.
+// Multiplies out by its rows' factors.
 template <int BLOCKS, int N>
-__device__ __forceinline__ void rescale(float (&out)[BLOCKS][N][4], const float (&factor)[BLOCKS][2], bool moved) {
-    if (!any(moved)) return;
+__device__ __forceinline__ void rescale(float (&out)[BLOCKS][N][4], const float (&factor)[BLOCKS][2]) {
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll

@@ -133,6 +133,35 @@ __device__ __forceinline__ void load_queries(const Args& args, const Paged& plac
     }
 }
 
+// The rows of q as A operands, 16 BLOCKS rows of which `shared` is the first, 16 columns a step: of the first KEPT steps
+// they stay in registers, of the others they come from shared memory for each tile of keys anew.
+template <int BLOCKS, int KEPT>
+struct Queries {
+    uint32 shared, lane;
+    uint32 kept[BLOCKS][KEPT + 1][4];
+
+    __device__ __forceinline__ explicit Queries(uint32 shared) : shared(shared), lane(lane_of_a<HEAD_DIM>()) {}
+    __device__ __forceinline__ void read(uint32 (&a)[4], int block, int step) const {
+        ldmatrix_x4(a, shared + Tile<HEAD_DIM>::step(lane, 16 * block, 2 * step));
+    }
+    // Once the rows are in shared memory.
+    __device__ __forceinline__ void keep() {
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+            for (int step = 0; step < KEPT; ++step) read(kept[block][step], block, step);
+        }
+    }
+    __device__ __forceinline__ void operator()(uint32 (&a)[4], int block, int step) const {
+        if (step < KEPT) {
+#pragma unroll
+            for (int n = 0; n < 4; ++n) a[n] = kept[block][step][n];
+        } else {
+            read(a, block, step);
+        }
+    }
+};
+
 // Parts -----------------------------------------------------------------------------------------------------------
 
 // A row of a part is a warp's: a lane has QUAD columns, and QUAD more WARP quads to the right.
