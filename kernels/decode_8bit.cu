@@ -340,7 +340,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const float k_scale = head_scale(args.k_scale, args.k_slots, args.k_scale_strides, place.key_head);
 
     RowsOfQ queries(shared);
-    Factors factors;
     Weights weights;
     Out out;
     Rows rows;
@@ -349,13 +348,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         convert_queries(args, shared, shared + FACTORS_START, k_scale);
         sync_threads();  // as they are to be
         queries.keep();
-        load_factors(factors, shared + FACTORS_START);
         clear(rows);
         clear(out);
     };
     auto with_keys = [&](int key, uint32 stage) {
         Scores scores;
+        Factors factors;
         multiply_keys(scores, queries, stage);
+        load_factors(factors, shared + FACTORS_START);
         const uint32 scales = stage + KEY_BYTES + VALUE_BYTES;
         if (args.k_slots) scale_scores(scores, scales);
         if (key < work.all_first || key + TILE_K > work.all_end) hide(scores, mask, place, work.first_row, key);

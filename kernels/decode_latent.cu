@@ -262,8 +262,11 @@ __device__ __forceinline__ Part sum_of_warps(uint32 shared, int r) {
         missing |= load_shared<int>(shared + MISSING_START + warp * sizeof(int)) != 0;
     }
     if (missing) row.sum = INFINITE - INFINITE;
-    Part part;
-    part.add(row, [&](int column) { return load_shared<Quad>(shared + r * OUT_PITCH + column * sizeof(float)); });
+    Part part = {row};
+#pragma unroll
+    for (int p = 0; p < PIECES; ++p) {
+        part.out[p] = load_shared<Quad>(shared + r * OUT_PITCH + column_of(p) * sizeof(float));
+    }
     return part;
 }
 

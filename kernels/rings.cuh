@@ -321,13 +321,11 @@ static_assert(TILE_Q * OUT_PITCH <= RING_BYTES, "STAGES: room for a warp's rows 
 // Row r of the sum of the warps' parts.
 __device__ __forceinline__ Part sum_of_warps(uint32 shared, int r) {
     Part part;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {
-        const uint32 ring = shared + RINGS_START + warp * RING_BYTES + r * OUT_PITCH;
-        const uint32 row = shared + ROWS_START + (warp * TILE_Q + r) * sizeof(SoftmaxRow<Real>);
-        part.add(load_shared<SoftmaxRow<Real>>(row),
-                 [&](int column) { return load_shared<Quad>(ring + column * sizeof(Real)); });
-    }
+    const uint32 quads = shared + RINGS_START + r * OUT_PITCH;
+    const uint32 rows = shared + ROWS_START + r * sizeof(SoftmaxRow<Real>);
+    part.add<WARPS>(
+        WARPS, [&](int warp) { return load_shared<SoftmaxRow<Real>>(rows + warp * TILE_Q * sizeof(part.row)); },
+        [&](int warp, int column) { return load_shared<Quad>(quads + warp * RING_BYTES + column * sizeof(Real)); });
     return part;
 }
 
@@ -370,11 +368,9 @@ __device__ __forceinline__ void conclude_in_cluster(const Paged& place, const Wo
     cluster_wait();
     for (int r = place.split + warp_index() * work.splits; r < work.rows; r += WARPS * work.splits) {
         Part part;
-#pragma unroll 8  // as many loads on their way
-        for (int split = 0; split < work.splits; ++split) {
-            part.add(load_cluster<SoftmaxRow<Real>>(row_at(r), split),
-                     [&](int column) { return load_quad(out_at(r) + column * sizeof(Real), split); });
-        }
+        part.add<8>(
+            work.splits, [&](int split) { return load_cluster<SoftmaxRow<Real>>(row_at(r), split); },
+            [&](int split, int column) { return load_quad(out_at(r) + column * sizeof(Real), split); });
         store(r, part);
     }
     cluster_arrive();

@@ -179,19 +179,41 @@ struct Part {
     SoftmaxRow<Real> row;
     Quad out[PIECES] = {};
 
-    // Adds a row over other keys, of which `load(column)` gives a quad of out.
-    template <typename Load>
-    __device__ __forceinline__ void add(const SoftmaxRow<Real>& other, Load load) {
-        const Real factor = row.raise(other.reference);
-        const Real weight = other.sum == 0 ? Real(0) : exp2_of(other.shift() - row.shift());  // 0: it has seen nothing
-        row.sum = fused_multiply_add(weight, other.sum, row.sum);
+    // Adds rows over other keys, in their order, of which `other(n)` gives what row n knows, `load(n, column)` a quad of
+    // its out. AT_ONCE are on their way together, and their weights do not wait for one another.
+    template <int AT_ONCE, typename Other, typename Load>
+    __device__ __forceinline__ void add(int count, Other other, Load load) {
+#pragma unroll 1
+        for (int first = 0; first < count; first += AT_ONCE) {
+            SoftmaxRow<Real> others[AT_ONCE];
+            Quad quads[AT_ONCE][PIECES];
+            Real top = -INFINITE;
 #pragma unroll
-        for (int p = 0; p < PIECES; ++p) {
-            if (column_of(p) >= VALUE_DIM) continue;
-            const Quad quad = load(column_of(p));
+            for (int n = 0; n < AT_ONCE; ++n) {
+                others[n] = SoftmaxRow<Real>{};
+                if (first + n < count) others[n] = other(first + n);
 #pragma unroll
-            for (int e = 0; e < QUAD; ++e) {
-                out[p].values[e] = fused_multiply_add(weight, quad.values[e], out[p].values[e] * factor);
+                for (int p = 0; p < PIECES; ++p) {
+                    quads[n][p] = Quad{};
+                    if (first + n < count && column_of(p) < VALUE_DIM) quads[n][p] = load(first + n, column_of(p));
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; ++n) top = maximum(top, others[n].reference);
+            const Real factor = row.raise(top);
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; ++n) {
+                const bool empty = others[n].sum == 0;  // it has seen nothing
+                const Real weight = empty ? Real(0) : exp2_of(others[n].shift() - row.shift());
+                row.sum = fused_multiply_add(weight, others[n].sum, row.sum);
+#pragma unroll
+                for (int p = 0; p < PIECES; ++p) {
+#pragma unroll
+                    for (int e = 0; e < QUAD; ++e) {
+                        const Real before = n == 0 ? out[p].values[e] * factor : out[p].values[e];
+                        out[p].values[e] = fused_multiply_add(weight, quads[n][p].values[e], before);
+                    }
+                }
             }
         }
     }
@@ -215,12 +237,13 @@ __device__ __forceinline__ char* part_row(const Args& args, int r) {
 __device__ __forceinline__ Part sum_of_splits(const Args& args, const Paged& place, int splits, int r) {
     Part part;
     const int64 pitch = args.tiles * part_pitch(args);
-    const char* row = part_row(args, r) - place.split * pitch;
-#pragma unroll 8  // as many loads on their way
-    for (int split = 0; split < splits; ++split, row += pitch) {
-        part.add(load_global<SoftmaxRow<Real>>(row + VALUE_DIM * sizeof(Real)),
-                 [&](int column) { return load_global<Quad>(row + column * sizeof(Real)); });
-    }
+    const char* row = part_row(args, r) - (place.split + 1) * pitch;  // of the split before
+    auto other = [&](int) {
+        row += pitch;
+        return load_global<SoftmaxRow<Real>>(row + VALUE_DIM * sizeof(Real));
+    };
+    auto quad = [&](int, int column) { return load_global<Quad>(row + column * sizeof(Real)); };
+    part.add<PIECES == 1 && sizeof(Real) == 4 ? 16 : 8>(splits, other, quad);  // as registers allow
     return part;
 }
 
