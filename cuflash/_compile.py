@@ -110,7 +110,7 @@ def _in_clusters(cluster):
 
 @cache
 def driver_function(name, *types):
-    """A function of the driver that CuPy does not wrap, for arguments of these types of ctypes; it returns an error code."""
+    """A function of the driver that CuPy does not wrap, for arguments of these ctypes; it returns an error code."""
     function = getattr(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"), name)
     function.argtypes, function.restype = types, ctypes.c_int
     return function

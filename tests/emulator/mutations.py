@@ -540,7 +540,7 @@ MUTATIONS = (
             ("sums_written_over_parts", "        sync_warp();  // all lanes have read what is written over\n", ""),
             ("read_before_it_is_there", "    cluster_wait();\n    for (", "    for ("),
             ("left_while_others_read", "    cluster_arrive();\n    cluster_wait();  // until", "    // until"),
-            ("without_the_last_split", "split < work.splits; ++split", "split < work.splits - 1; ++split"),
+            ("without_the_last_split", "            work.splits, [&]", "            work.splits - 1, [&]"),
             ("row_of_the_first_block_twice", "r = place.split + warp_index() * work", "r = warp_index() * work"),
         )
     ),
@@ -548,7 +548,7 @@ MUTATIONS = (
         Mutation(name, "split.cuh", old, new, recipe, check)
         for name, old, new, recipe, check in (
             (
-                "parts_from_its_own_on", "part_row(args, r) - place.split * pitch;", "part_row(args, r);",
+                "parts_from_its_own_on", "part_row(args, r) - (place.split + 1) * pitch;", "part_row(args, r) - pitch;",
                 MANY_SPLITS, testing.check_decode_bound,
             ),
             (
@@ -561,15 +561,23 @@ MUTATIONS = (
                 CACHE, testing.check_decode_bound,
             ),
             (
-                "sum_of_parts_not_rescaled", "out[p].values[e] * factor)", "out[p].values[e])",
+                "sum_of_parts_not_rescaled", "n == 0 ? out[p].values[e] * factor : out", "out",
+                replace(STEEP_CACHE, lengths=(2000,), splits=21), testing.check_decode_bound,
+            ),
+            (
+                "parts_beyond_those_at_once_left_out", "first < count; first += AT_ONCE", "first < 1; first += AT_ONCE",
+                replace(CACHE, lengths=(2000,), splits=21), testing.check_decode_bound,
+            ),
+            (
+                "reference_of_the_last_part", "top = maximum(top, others[n].reference);", "top = others[n].reference;",
+                replace(STEEP_CACHE, scale=40.0), testing.check_decode_bound,
+            ),
+            (
+                "parts_weighed_alike", "exp2_of(others[n].shift() - row.shift())", "Real(1)",
                 STEEP_CACHE, testing.check_decode_bound,
             ),
             (
-                "parts_weighed_alike", "exp2_of(other.shift() - row.shift())", "Real(1)",
-                STEEP_CACHE, testing.check_decode_bound,
-            ),
-            (
-                "part_without_keys_weighed", "other.sum == 0 ? Real(0) : exp2", "exp2", replace(FIRST_ROWS, scale=40.0),
+                "part_without_keys_weighed", "empty ? Real(0) : exp2", "exp2", replace(FIRST_ROWS, scale=40.0),
                 testing.check_decode_bound,
             ),
             (
@@ -671,7 +679,7 @@ MUTATIONS = (
                 replace(LATENT_STEEP, scale=40.0), testing.check_decode_bound,
             ),
             (
-                "out_not_rescaled", "rescale(out, factor, moved);", "",
+                "out_not_rescaled", "if (any(moved)) rescale(out, factor);", "",
                 LATENT_STEEP, testing.check_decode_bound,
             ),
             (
@@ -745,7 +753,7 @@ MUTATIONS = (
         )
     ),
     Mutation(
-        "parts_of_float64_in_float32", "split.cuh", "const Real weight = other.sum", "const float weight = other.sum",
+        "parts_of_float64_in_float32", "split.cuh", "const Real weight = empty", "const float weight = empty",
         DOUBLE, testing.check_decode_bound,
     ),
     Mutation(
@@ -785,8 +793,8 @@ MUTATIONS = (
                 INT8, testing.check_decode_bound,
             ),
             (
-                "scales_of_keys_for_those_of_values", "KEY_BYTES + VALUE_BYTES + SCALE_BYTES, n)",
-                "KEY_BYTES + VALUE_BYTES, n)", INT8, testing.check_decode_bound,
+                "scales_of_keys_for_those_of_values", "scales_of(scales + SCALE_BYTES, n)", "scales_of(scales, n)",
+                INT8, testing.check_decode_bound,
             ),
             (
                 "scales_read_of_pages_that_are_none", "pages.exists(rows.page[n]));", "true);",
@@ -805,8 +813,12 @@ MUTATIONS = (
                 "even[2 * half], even[2 * half + 1], odd[2 * half], odd", INT8, testing.check_decode_bound,
             ),
             (
-                "column_of_q_out_of_place", "x[4 * w + 2 + half]", "x[4 * w + 3 - half]",
+                "column_of_q_out_of_place", "2 * half + 1 : half + 2", "2 * half + 1 : 3 - half",
                 INT8, testing.check_decode_bound,
+            ),
+            (
+                "columns_of_q_as_integers_have_them", "neighbours = KEY_PAIRS == Pairs::NEIGHBOURS",
+                "neighbours = false", E4M3_WINDOWED, testing.check_decode_bound,
             ),
             (
                 "weights_of_the_other_keys", "[n % 2 * 2 + half] = cvt_pair", "[half * 2 + n % 2] = cvt_pair",
@@ -846,13 +858,12 @@ MUTATIONS = (
     *(
         Mutation(f"{name}_before_a_window_{done}", "rings.cuh", old, new, READ_WINDOWED, check_decode_reads)
         for name, done, old, new in (
-            ("tile", "read_whole", "plain && tile * TILE_K >= work.first_key && (", "plain && ("),
+            ("tile", "read_whole", "rows.whole = tile * TILE_K >= work.first_key && (", "rows.whole = ("),
             ("pages", "looked_up", "return key + RUN > work.first_key && key", "return key"),
         )
     ),
     Mutation(
-        "run_of_a_missing_page_read", "rings.cuh",
-        "for (int n = 0; n < rows.COUNT; ++n) plain = plain && rows.page[n] >= 0;", "", replace(CACHE, page_size=16),
+        "run_of_a_missing_page_read", "rings.cuh", "        rows.whole = false;\n", "", replace(CACHE, page_size=16),
         check_decode_missing_pages,
     ),
     *(
