@@ -162,6 +162,11 @@ __device__ __forceinline__ uint32 step_at(uint32 shared, uint32 visit) {
 // Of a tile of keys.
 __device__ __forceinline__ int first_key_of(int consumer) { return ROLES ? 0 : consumer * ROWS; }
 
+// The keys, or values, of an item.
+__device__ __forceinline__ Corner keys_of(const Item& item) {
+    return {0, item.key_head, item.key_tile * TILE_K, item.batch0, item.batch1};
+}
+
 // The producer -------------------------------------------------------------------------------------------------------
 //
 // Of its warpgroup single threads work: nothing here may shuffle.
@@ -194,6 +199,9 @@ __device__ __forceinline__ void plan(const Args& args, const Mask& mask, uint32 
         store_shared(item_shared, draw_item(args, index));
         store_shared(item_shared + OFFSET_OF(Item, span), span_of(args, mask, load_shared<Item>(item_shared)));
         mbarrier_arrive(barrier(shared, ITEMS_FULL, stage_of(number)));
+        // Where the item before still has its keys, those of this one shall at least not come from afar.
+        KeyTile::prefetch(args.v_map, keys_of(load_shared<Item>(item_shared)));
+        KeyTile::prefetch(args.k_map, keys_of(load_shared<Item>(item_shared)));
 
         Visit place{load_shared<int>(item_shared + OFFSET_OF(Item, span.start_head)),
                     load_shared<int>(item_shared + OFFSET_OF(Item, span.start))};
@@ -242,9 +250,7 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
         cp_async_bulk_load(numbers_shared, numbers + static_cast<int64>(step.place) * ROW_BYTES, ROW_BYTES, full);
     };
     auto load_keys = [&](uint32 item_shared, uint32 tile, const TensorMap& map, uint32 full) {
-        const Item item = load_shared<Item>(item_shared);
-        const Corner corner{0, item.key_head, item.key_tile * TILE_K, item.batch0, item.batch1};
-        KeyTile::load(tile, map, full, corner, EVICT_FIRST);
+        KeyTile::load(tile, map, full, keys_of(load_shared<Item>(item_shared)), EVICT_FIRST);
     };
 #pragma unroll 1
     for (uint32 number = 0;; ++number) {

@@ -74,6 +74,12 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const TensorMap& map,
                  "r"(corner.axis4)
                  : "memory");
 }
+// The box to the L2 cache alone.
+__device__ __forceinline__ void cp_async_bulk_prefetch_tensor(const TensorMap& map, Corner corner) {
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map),
+                 "r"(corner.column), "r"(corner.axis1), "r"(corner.axis2), "r"(corner.axis3), "r"(corner.axis4)
+                 : "memory");
+}
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

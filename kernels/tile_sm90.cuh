@@ -40,6 +40,11 @@ struct Panels {
             cp_async_bulk_tensor_load(address + panel * PANEL_BYTES, map, barrier, corner, policy);
         }
     }
+    // To the L2 cache alone.
+    static __device__ __forceinline__ void prefetch(const TensorMap& map, Corner corner) {
+#pragma unroll
+        for (int panel = 0; panel < COUNT; ++panel, corner.column += 64) cp_async_bulk_prefetch_tensor(map, corner);
+    }
     // The other way; for the caller to commit.
     static __device__ __forceinline__ void store(const TensorMap& map, uint32 address, Corner corner) {
 #pragma unroll

@@ -51,6 +51,9 @@ inline void cp_async_bulk_tensor_load(uint32 shared, const TensorMap& map, uint3
 inline void cp_async_bulk_tensor_store(const TensorMap& map, uint32 shared, Corner corner, Site here = HERE) {
     emulator::store_bulk(box_at(map, shared, corner, here));
 }
+inline void cp_async_bulk_prefetch_tensor(const TensorMap& map, Corner corner, Site here = HERE) {
+    box_at(map, 0, corner, here);
+}
 inline void prefetch_tensormap(const TensorMap& map, Site here = HERE) { box_at(map, 0, {}, here); }
 inline void cp_async_bulk_load(uint32 shared, const char* global, uint32 bytes, uint32 barrier, Site here = HERE) {
     emulator::load_bulk(emulator::Line(global, shared, bytes, emulator::READS, false, here), barrier);
