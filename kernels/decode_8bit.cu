@@ -15,12 +15,12 @@
 //            head's v_scale multiplies out at the end.
 //
 // A word of the cache becomes a thread's B operand where it is: ldmatrix brings four columns of a key, or two columns
-// of two keys. The even bytes are one half of the operand and the odd ones the other, or they belong to two operands.
-// The order of columns in the sum over head_dim is free, so q is laid out to suit, for E4M3 where the device converts
-// neighbours; that of out is undone where a warp leaves its part.
+// of two keys. Its bytes become two pairs, of columns the halves of an operand, of keys parts of two operands. The
+// order of columns in the sum over head_dim is free, so q is laid out to suit; that of out is undone where a warp leaves
+// its part.
 //
 // What limits speed: memory and, not far behind it, the instructions that convert: of each word of four elements 3 of
-// integers and 2 of float16, or 2 or 3 that convert E4M3, beside one product.
+// integers and 2 of float16, or 2 to 3 where the device converts E4M3, beside one product.
 #include "careful.cuh"
 #include "eight_bit.cuh"
 #include "rings.cuh"
@@ -91,10 +91,11 @@ __device__ __forceinline__ float sign_of(float k_scale) {
     return k_scale > 0.0f ? 1.0f : k_scale < 0.0f ? -1.0f : k_scale - k_scale;  // NaN stays
 }
 
-// Makes the block's rows of q float16 in place, of every four columns the pair that meets the first of a word of keys in
-// the first 8 of 16, the other in the last, and stores the rows' factors. A thread has 16 columns of a row.
+// Makes the block's rows of q float16 in place and stores their factors. Columns come as keys do: of every four the
+// first pair among the first 8 of 16, the second among the last. A thread has 16 columns of a row.
 __device__ __forceinline__ void convert_queries(const Args& args, uint32 queries, uint32 factors, float k_scale) {
     constexpr int THREADS_OF_ROW = HEAD_DIM / 16;
+    constexpr bool NEIGHBOURS = KEY_PAIRS == Pairs::NEIGHBOURS;
     for (int n = fresh_thread_index(); n < TILE_Q * THREADS_OF_ROW; n += THREADS) {
         const int r = n / THREADS_OF_ROW, chunk = n % THREADS_OF_ROW * 2;
         const uint32 places[2] = {queries + QueryTile::offset(r, chunk), queries + QueryTile::offset(r, chunk + 1)};
@@ -121,9 +122,8 @@ __device__ __forceinline__ void convert_queries(const Args& args, uint32 queries
             Vector16 made;
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
-                const bool neighbours = KEY_PAIRS == Pairs::NEIGHBOURS;
-                const float low = x[4 * w + (neighbours ? 2 * half : half)];
-                const float high = x[4 * w + (neighbours ? 2 * half + 1 : half + 2)];
+                const float low = x[4 * w + (NEIGHBOURS ? 2 * half : half)];
+                const float high = x[4 * w + (NEIGHBOURS ? 2 * half + 1 : half + 2)];
                 made.words[w] = cvt_pair(Float16{}, low * up * sign, high * up * sign);
             }
             store_shared(places[half], made);

@@ -263,6 +263,7 @@ __device__ __forceinline__ Part sum_of_warps(uint32 shared, int r) {
     }
     if (missing) row.sum = INFINITE - INFINITE;
     Part part = {row};
+    static_assert(VALUE_DIM % (QUAD * WARP) == 0, "VALUE_DIM: all lanes have a quad of every piece");
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
         part.out[p] = load_shared<Quad>(shared + r * OUT_PITCH + column_of(p) * sizeof(float));

@@ -18,14 +18,13 @@ struct E4M3 {  // sign, 4 bits of exponent with bias 7, 3 of significand; no inf
 // less, neighbours.
 enum class Pairs { ALTERNATE, NEIGHBOURS };
 
-// The two pairs of a word. On an integer x + 128 is put into the significand of
-// 1024, which then stands for 1152 + x.
+// The two pairs of a word. On an integer x + 128 is put into the significand of 1024, which then stands for 1152 + x.
 template <bool, Pairs PAIRS>
-__device__ __forceinline__ void spread(Int8, uint32 word, uint32& even, uint32& odd) {
+__device__ __forceinline__ void spread(Int8, uint32 word, uint32& first, uint32& second) {
     static_assert(PAIRS == Pairs::ALTERNATE, "integers: no neighbours");
     constexpr uint32 BYTES = 0x00ff00ff, FROM = 0x64806480, MINUS_1152 = 0xe480e480;
-    even = add_pair((word & BYTES) ^ FROM, MINUS_1152);
-    odd = add_pair((word >> 8 & BYTES) ^ FROM, MINUS_1152);
+    first = add_pair((word & BYTES) ^ FROM, MINUS_1152);
+    second = add_pair((word >> 8 & BYTES) ^ FROM, MINUS_1152);
 }
 
 // CVT: whether the device has an instruction for it. Else the bits below the sign, moved to where float16 has its

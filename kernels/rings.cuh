@@ -93,7 +93,7 @@ struct RowPages {
     static_assert(RUN == 1 || RUN % Lane<LANES>::ROW_STEP == 0, "RUN: a lane's rows begin each of them alike");
     static constexpr int COUNT = RUN == 1 ? Lane<LANES>::ROWS : TILE_K / RUN;
     int page[COUNT];
-    bool whole;  // once checked: all keys of the tile are to be read
+    bool whole;  // once checked, of runs: all keys of the tile are to be read
 
     // The first key of run n, and whether one of its keys is of the split.
     static __device__ __forceinline__ int key(const Lane<LANES>& lane, int tile, int n) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ RowPages<RUN, LANES> look_up(const Pages& pages, cons
     return rows;
 }
 
-// Pages that do not exist are not read, but `missing`. Says whether the tile is whole.
+// Pages that do not exist are not read, but `missing`. Finds out whether the tile is whole.
 template <int RUN, int LANES>
 __device__ __forceinline__ void check(RowPages<RUN, LANES>& rows, const Pages& pages, const Work& work,
                                       const Lane<LANES>& lane, int tile, bool& missing) {
@@ -349,6 +349,8 @@ __device__ __forceinline__ Quad load_quad(uint32 address, int rank) {
     return __builtin_bit_cast(Quad, chunks);
 }
 
+constexpr int LARGEST_CLUSTER = 8;  // blocks that every device with clusters has room for
+
 // Splits that are the blocks of a cluster leave their parts in shared memory, where their first warp's were, and each
 // takes some of the rows, to add those of all in the order of splits.
 template <typename Store>
@@ -368,7 +370,7 @@ __device__ __forceinline__ void conclude_in_cluster(const Paged& place, const Wo
     cluster_wait();
     for (int r = place.split + warp_index() * work.splits; r < work.rows; r += WARPS * work.splits) {
         Part part;
-        part.add<8>(
+        part.add<LARGEST_CLUSTER>(
             work.splits, [&](int split) { return load_cluster<SoftmaxRow<Real>>(row_at(r), split); },
             [&](int split, int column) { return load_quad(out_at(r) + column * sizeof(Real), split); });
         store(r, part);

@@ -46,9 +46,12 @@ struct SoftmaxRow {
         if (!outgrown(top)) return 1;
         Real factor = exp2_of(reference - top);
         reference = top;
-        sum *= factor;
+        sum = finite_sum() * factor;
         return factor;
     }
+    // The sum; 0 where it is infinite, of weights against a reference that was too coarse. Once that is outgrown they
+    // are nothing, but out, which is not finite, says that the row is to be made again.
+    __device__ __forceinline__ Real finite_sum() const { return sum == INFINITE ? Real(0) : sum; }
     // What to subtract from a score: 0 while nothing finite was seen, since -inf - (-inf) is NaN.
     __device__ __forceinline__ Real shift() const { return reference == -INFINITE ? Real(0) : reference; }
 

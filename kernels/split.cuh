@@ -133,12 +133,13 @@ __device__ __forceinline__ void load_queries(const Args& args, const Paged& plac
     }
 }
 
-// The rows of q as A operands, 16 BLOCKS rows of which `shared` is the first, 16 columns a step: of the first KEPT steps
-// they stay in registers, of the others they come from shared memory for each tile of keys anew.
-template <int BLOCKS, int KEPT>
+// Rows of q of 16 bits as A operands, 16 ROW_BLOCKS of them of which `shared` is the first, 16 columns a step: of the
+// first KEPT steps they stay in registers, once keep() has brought them, of the others they come from shared memory for
+// each tile of keys anew.
+template <int ROW_BLOCKS, int KEPT>
 struct Queries {
     uint32 shared, lane;
-    uint32 kept[BLOCKS][KEPT + 1][4];
+    uint32 kept[ROW_BLOCKS][KEPT + 1][4];
 
     __device__ __forceinline__ explicit Queries(uint32 shared) : shared(shared), lane(lane_of_a<HEAD_DIM>()) {}
     __device__ __forceinline__ void read(uint32 (&a)[4], int block, int step) const {
@@ -147,7 +148,7 @@ struct Queries {
     // Once the rows are in shared memory.
     __device__ __forceinline__ void keep() {
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
+        for (int block = 0; block < ROW_BLOCKS; ++block) {
 #pragma unroll
             for (int step = 0; step < KEPT; ++step) read(kept[block][step], block, step);
         }
@@ -179,8 +180,9 @@ struct Part {
     SoftmaxRow<Real> row;
     Quad out[PIECES] = {};
 
-    // Adds rows over other keys, in their order, of which `other(n)` gives what row n knows, `load(n, column)` a quad of
-    // its out. AT_ONCE are on their way together, and their weights do not wait for one another.
+    // Adds rows over other keys in their order: for one after the other, `other(n)` gives the reference and sum of row
+    // n, then `load(n, column)` quads of its out. AT_ONCE are on their way together, and their weights do not wait for
+    // one another.
     template <int AT_ONCE, typename Other, typename Load>
     __device__ __forceinline__ void add(int count, Other other, Load load) {
 #pragma unroll 1
@@ -202,16 +204,20 @@ struct Part {
             for (int n = 0; n < AT_ONCE; ++n) top = maximum(top, others[n].reference);
             const Real factor = row.raise(top);
 #pragma unroll
+            for (int p = 0; p < PIECES; ++p) {
+#pragma unroll
+                for (int e = 0; e < QUAD; ++e) out[p].values[e] *= factor;
+            }
+#pragma unroll
             for (int n = 0; n < AT_ONCE; ++n) {
-                const bool empty = others[n].sum == 0;  // it has seen nothing
-                const Real weight = empty ? Real(0) : exp2_of(others[n].shift() - row.shift());
-                row.sum = fused_multiply_add(weight, others[n].sum, row.sum);
+                const bool empty = others[n].sum == 0;  // or not there: -0 times 0 added changes nothing, -0 neither
+                const Real weight = empty ? Real(-0.0) : exp2_of(others[n].shift() - row.shift());
+                row.sum = fused_multiply_add(weight, others[n].finite_sum(), row.sum);
 #pragma unroll
                 for (int p = 0; p < PIECES; ++p) {
 #pragma unroll
                     for (int e = 0; e < QUAD; ++e) {
-                        const Real before = n == 0 ? out[p].values[e] * factor : out[p].values[e];
-                        out[p].values[e] = fused_multiply_add(weight, quads[n][p].values[e], before);
+                        out[p].values[e] = fused_multiply_add(weight, quads[n][p].values[e], out[p].values[e]);
                     }
                 }
             }
@@ -243,7 +249,7 @@ __device__ __forceinline__ Part sum_of_splits(const Args& args, const Paged& pla
         return load_global<SoftmaxRow<Real>>(row + VALUE_DIM * sizeof(Real));
     };
     auto quad = [&](int, int column) { return load_global<Quad>(row + column * sizeof(Real)); };
-    part.add<PIECES == 1 && sizeof(Real) == 4 ? 16 : 8>(splits, other, quad);  // as registers allow
+    part.add<PIECES * sizeof(Real) == 4 ? 16 : 8>(splits, other, quad);
     return part;
 }
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from drawn import DTYPES, changed, draw
+from drawn import DTYPES, changed, draw, draw_far_below
 
 import cuflash
 from cuflash import _plan, bounds, reference, testing
@@ -167,6 +167,16 @@ def test_parts_add_up_to_the_same_bits_wherever_they_are(engine):
         assert same(one, other)
 
 
+def test_parts_that_are_not_there_change_no_zero(engine):
+    """Of eight splits the last has a value that leaves -0 of the smallest negative number."""
+    q, k, v = (np.zeros((1, 1, length, 64), DTYPES["bfloat16"]) for length in (1, 4200, 4200))
+    q[..., 0], k[:, :, :600, 0], v[:, :, 699] = 8, 4, -(2.0**-125)
+    q, k, v, lengths = (engine.xp.asarray(x) for x in (q, k, v, np.array([700])))
+    for capacity in (700, 4200):
+        out, _ = close(engine, q, k[:, :, :capacity], v[:, :, :capacity], lengths=lengths, splits=8)
+        assert engine.name == "numpy" or np.signbit(reference.double(out)).all()
+
+
 def test_batch_invariance(engine):
     """Lengths of several splits at fixed multiples of keys; capacity and neighbours change no bit."""
     recipe = CacheRecipe(
@@ -246,6 +256,15 @@ def test_hidden_keys(engine, queries):
                 seed=seed, page_size=16,
             )  # fmt: skip
             hold(engine, testing.check_decode_hidden_keys, testing.replace(recipe, **changes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("below", [slice(0, 200), slice(100, 300), slice(0, 31)])
+def test_keys_far_below_others_are_nothing(engine, dtype, below):
+    """Whichever come first, of whatever warp and split."""
+    q, k, v, scale = draw_far_below(engine, dtype, 300, below)
+    for splits in (1, 2, 4):
+        close(engine, q, k, v, scale=scale, splits=splits)
 
 
 def test_huge_scores(engine):

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from drawn import DTYPES, changed, draw
+from drawn import DTYPES, changed, draw, draw_far_below
 from emulator import mutations
 
 import cuflash
@@ -280,6 +280,14 @@ def test_rows_that_see_nothing_may_hold_nan(engine, dtype):
     q, k, v = draw(engine, (1, 50, 16), (1, 20, 16), (1, 20, 16), dtype=dtype)
     out, lse = close(changed(engine, q, (0, slice(0, 30)), np.nan), k, v, causal=True)
     assert not out[0, :30].any() and (lse[0, :30] == -np.inf).all() and np.isfinite(lse[0, 30:]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("below", [slice(0, 200), slice(100, 300)])
+def test_keys_far_below_others_are_nothing(engine, dtype, below):
+    """Whichever come first."""
+    *arrays, scale = draw_far_below(engine, dtype, 300, below)
+    close(*arrays, scale=scale)
 
 
 # Caches ---------------------------------------------------------------------------------------------------------

@@ -1695,7 +1695,7 @@ def test_a_launch_in_clusters_is_the_drivers(monkeypatch):
     driver = SimpleNamespace(check_status=lambda status: status and pytest.fail(f"status {status}"))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(driver=driver)))
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(driver=driver))
-    monkeypatch.setattr(_compile, "driver_function", lambda name, *types: start)
+    monkeypatch.setattr(_compile, "driver_function", lambda name, *types: {"cuLaunchKernelEx": start}[name])
     launch = _compile._in_clusters(4)
     launch(77, 8, 1, 1, 128, 1, 1, 4096, 99, 1234)
     assert launched == [([8, 1, 1, 128, 1, 1, 4096, 99], (4, 4, 1, 1), 1, 77, 1234, None)]

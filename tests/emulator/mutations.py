@@ -561,7 +561,7 @@ MUTATIONS = (
                 CACHE, testing.check_decode_bound,
             ),
             (
-                "sum_of_parts_not_rescaled", "n == 0 ? out[p].values[e] * factor : out", "out",
+                "sum_of_parts_not_rescaled", "out[p].values[e] *= factor;", "",
                 replace(STEEP_CACHE, lengths=(2000,), splits=21), testing.check_decode_bound,
             ),
             (
@@ -577,7 +577,7 @@ MUTATIONS = (
                 STEEP_CACHE, testing.check_decode_bound,
             ),
             (
-                "part_without_keys_weighed", "empty ? Real(0) : exp2", "exp2", replace(FIRST_ROWS, scale=40.0),
+                "part_without_keys_weighed", "empty ? Real(-0.0) : exp2", "exp2", replace(FIRST_ROWS, scale=40.0),
                 testing.check_decode_bound,
             ),
             (
@@ -817,8 +817,8 @@ MUTATIONS = (
                 INT8, testing.check_decode_bound,
             ),
             (
-                "columns_of_q_as_integers_have_them", "neighbours = KEY_PAIRS == Pairs::NEIGHBOURS",
-                "neighbours = false", E4M3_WINDOWED, testing.check_decode_bound,
+                "columns_of_q_as_integers_have_them", "NEIGHBOURS = KEY_PAIRS == Pairs::NEIGHBOURS",
+                "NEIGHBOURS = false", E4M3_WINDOWED, testing.check_decode_bound,
             ),
             (
                 "weights_of_the_other_keys", "[n % 2 * 2 + half] = cvt_pair", "[half * 2 + n % 2] = cvt_pair",
@@ -1011,7 +1011,7 @@ MUTATIONS = (
     # Softmax
     Mutation("rescale_left_out", "forward.cu", "if (!any(moved)) return;", "return;", STEEP),
     Mutation("rescale_of_the_other_row", "forward.cu", "factor[block][e / 2];", "factor[block][1 - e / 2];", STEEP),
-    Mutation("sum_not_rescaled", "softmax.cuh", "sum *= factor;", "", STEEP),
+    Mutation("sum_not_rescaled", "softmax.cuh", "sum = finite_sum() * factor;", "", STEEP),
     Mutation(
         "guard_of_minus_infinity_removed", "softmax.cuh",
         "reference == -INFINITE ? Real(0) : reference", "reference", WINDOW,
