@@ -561,7 +561,7 @@ MUTATIONS = (
                 CACHE, testing.check_decode_bound,
             ),
             (
-                "sum_of_parts_not_rescaled", "out[p].values[e] *= factor;", "",
+                "sum_of_parts_not_rescaled", "values[e] *= factor;", "values[e] *= factor > 0.0f;",
                 replace(STEEP_CACHE, lengths=(2000,), splits=21), testing.check_decode_bound,
             ),
             (
