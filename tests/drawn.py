@@ -23,16 +23,16 @@ def changed(engine, array, place, value):
     return engine.xp.asarray(array)
 
 
-def rotating_third(items):
-    """Every third item, from a place on that the text of the kernels decides: all have their turn as it changes."""
-    texts = b"".join(path.read_bytes() for path in sorted(_variant.folder().iterdir()) if path.is_file())
-    return items[zlib.crc32(texts) % 3 :: 3]
-
-
 def draw_far_below(engine, dtype, length, below):
     """q, k, v of ``(1, 2, ., 64)`` and a scale: the keys of ``below`` have scores so far below those of all others, 0,
     that their weights against a reference of their own come out as anything, infinity as well."""
     q, k, v = (np.abs(reference.host(x)) for x in draw(engine, (1, 2, 3, 64), *[(1, 2, length, 64)] * 2, dtype=dtype))
-    k[:, :, below] *= -1
-    k[:, :, np.setdiff1d(np.arange(length), np.arange(length)[below])] = 0
-    return *(engine.xp.asarray(x) for x in (q, k, v)), 1e18 if dtype == "float64" else 1e9
+    signs = np.zeros((length, 1), k.dtype)
+    signs[below] = -1
+    return *(engine.xp.asarray(x) for x in (q, k * signs, v)), 1e18 if dtype == "float64" else 1e9
+
+
+def rotating_third(items):
+    """Every third item, from a place on that the text of the kernels decides: all have their turn as it changes."""
+    texts = b"".join(path.read_bytes() for path in sorted(_variant.folder().iterdir()) if path.is_file())
+    return items[zlib.crc32(texts) % 3 :: 3]
