@@ -263,7 +263,7 @@ def captured(caches, keywords):
             call(pair)
         graph = stream.end_capture()
     stream.synchronize()
-    return lambda: graph.launch(cupy.cuda.get_current_stream())
+    return lambda: (graph, out) and graph.launch(cupy.cuda.get_current_stream())
 
 
 def captured_torch(caches, contender):

@@ -105,6 +105,9 @@ def problems_of(variant):
         for exact, queries, keys, splits in ((True, few, 40 * variant.tile_k, None), (False, many, long, 2)):
             head_dim, value_dim = dims_of(variant, exact)
             keywords = {"splits": splits}
+            if variant.run == 1:  # a page a sequence, of no whole runs
+                keys += 1 - keys % 2
+                keywords["page_table"] = np.array([[1], [0]], np.int32)
             if variant.element in FORMATS:
                 slots = np.full((2, 2, keys), 2.0**-6, np.float32)
                 scales = {"k_scale": slots, "v_scale": slots if exact else slots[0, :, 0]}

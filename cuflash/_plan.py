@@ -276,7 +276,10 @@ def variants(limits):
         found |= {rows_variant(dtype): None, finish_variant(dtype): None}
         found |= {decode_real_variant(dtype, dim, limits): None for dim in DECODE_REAL_TILES}
         found |= {append_variant(dtype): None}
-    found |= {decode_8bit_variant(kind, dim, limits): None for kind in FORMATS for dim in DECODE_8BIT_TILES}
+    found |= {
+        decode_8bit_variant(kind, dim, limits, page_size): None
+        for page_size in (0, 1) for kind in FORMATS for dim in DECODE_8BIT_TILES
+    }  # fmt: skip
     return tuple(found)
 
 
@@ -350,7 +353,6 @@ def parts_variant(dim, parts):
 # Tiles of decode, by the padded head dim: tile_k, warps, stages; the first that fit shared memory are taken. Two blocks
 # a multiprocessor fill it, so that one begins or ends while the other has much on its way.
 DECODE_TILES = {
-    32: ((64, 4, 3), (64, 4, 2)),
     64: ((32, 4, 3), (32, 4, 2)),
     96: ((16, 4, 4), (16, 4, 3)),
     128: ((16, 4, 3), (16, 4, 2)),
@@ -383,12 +385,15 @@ def decode_variant(dtype, dim, limits, rows=1):
 
 
 def _clusters(limits):
-    """Whether a device has clusters."""
-    return int(limits.capability >= (9, 0))
+    """Blocks of a cluster, at most: 8 on every device that has any."""
+    return 8 if limits.capability >= (9, 0) else 0
 
 
 # Tiles of decode from 8-bit caches, likewise. Three sizes, for what is padded is not read, one tile of rows, and q's
-# dtype at run time: six variants. A tile has twice the keys, half as long, so that as many bytes are on their way.
+# dtype at run time: six variants. From 128 on there are four more for pages that are not whole runs of 16 keys: with
+# both ways of looking them up the text is too long for the caches of instructions. From E4M3, 128, 8 key heads, 1 x 8k
+# 14.9 us with both, 12.0 with one; 8 x 1k 12.3, 10.7. Of 16 bits it is 1 %, and not worth variants. A tile has twice
+# the keys, half as long, so that as many bytes are on their way.
 DECODE_8BIT_TILES = {
     64: ((64, 4, 3), (64, 4, 2)),
     128: ((32, 4, 3), (32, 4, 2)),
@@ -401,9 +406,9 @@ def decode_8bit_dims(head_dim, value_dim):
     return _alike(DECODE_8BIT_TILES, head_dim, value_dim)
 
 
-def decode_8bit_variant(kv_format, dim, limits):
+def decode_8bit_variant(kv_format, dim, limits, page_size=0):
     """The kernel of decode from 8-bit caches for a padded head dim, of v too; for q and out of either 16-bit dtype."""
-    tile_q = 16
+    tile_q, run = 16, 0 if dim < 128 else 1 if page_size % 16 else 16
     for tile_k, warps, stages in DECODE_8BIT_TILES[dim]:
         ring = stages * tile_k * (2 * dim + 8)  # keys, values, and a scale each
         shared = 2 * tile_q * dim + warps * (ring + 8 * tile_q) + 16 + 4 * tile_q
@@ -412,6 +417,7 @@ def decode_8bit_variant(kv_format, dim, limits):
     return Variant(
         "decode_8bit", kv_format, "window", dim, dim, tile_q, tile_k, warps, DECODE_BLOCKS, stages, shared,
         converts=int(kv_format == "e4m3" and limits.capability >= (8, 9)), clusters=_clusters(limits),
+        run=run,
     )  # fmt: skip
 
 
@@ -482,14 +488,14 @@ def _latent_variant(dtype, tile_q, tile_k, warps, stages, query_steps):
     )  # fmt: skip
 
 
-def decode_variant_of(kind, head_dim, value_dim, limits, rows=1):
-    """The kernel of decode for caches of a dtype or format, head dims as given and so many packed rows."""
+def decode_variant_of(kind, head_dim, value_dim, limits, rows=1, page_size=0):
+    """The kernel of decode for caches of a dtype or format, head dims as given, so many packed rows, and pages."""
     if max(head_dim, value_dim) > max(DECODE_TILES):
         return latent_variant(kind, limits, rows)
     if kind in ("float32", "float64"):
         return decode_real_variant(kind, decode_real_dims(head_dim, value_dim)[0], limits)
     if kind in FORMATS:
-        return decode_8bit_variant(kind, decode_8bit_dims(head_dim, value_dim)[0], limits)
+        return decode_8bit_variant(kind, decode_8bit_dims(head_dim, value_dim)[0], limits, page_size)
     return decode_variant(kind, decode_dims(head_dim, value_dim)[0], limits, rows)
 
 
@@ -916,7 +922,6 @@ LATENT_SPLIT = 32
 # way of global memory. But clusters of more than two leave some multiprocessors of an H200 with two blocks and others
 # with none, so these are for short splits: with 32 items and 4 splits, 1 x 1k 10.4 us (without 11.7), 1 x 2k 14.9
 # (15.5), 1 x 4k 23.9 (23.0), 1 x 8k 41.3 (37.8).
-LARGEST_CLUSTER = 8  # that every device has which has any
 CLUSTER_KEYS = 512  # of a split, at most, where more than two are a cluster
 # Keys of a split, at most, for it to be one of a cluster's rather than of twice as many that are not: with 8 items,
 # 1 x 1k 7.5 us with 8 splits, 8.4 with 16; 1 x 2k 9.6, 9.5; 1 x 8k 19.9, 15.7.
@@ -933,7 +938,8 @@ def _portable_decode(problem, limits, reason):
     """One launch, or several where blocks are too many, after those of `_append`; see ``kernels/decode.cu``."""
     rows, element = problem.queries * problem.group, ELEMENTS[problem.dtype]
     kind = problem.kv_format or problem.dtype  # of the caches
-    variant = decode_variant_of(kind, problem.head_dim, problem.value_dim, limits, rows)
+    page_size = 0 if problem.page_table is None else problem.k.shape[2]
+    variant = decode_variant_of(kind, problem.head_dim, problem.value_dim, limits, rows, page_size)
     scale, factor = _positive(problem.scale, element)
     (sequences,), order = problem.batch, problem.q.order
     out_shape = (sequences, problem.heads, problem.queries, problem.value_dim)
@@ -1133,8 +1139,8 @@ def _splits(problem, variant, limits, items):
     elif most * tile >= both * LONG_KEYS and items * both <= resident:
         filling = both
     one_tile = problem.queries * problem.group <= variant.tile_q
-    if variant.clusters and one_tile and most * tile <= LARGEST_CLUSTER * FEWER_KEYS:
-        filling = min(filling, LARGEST_CLUSTER)
+    if one_tile and most * tile <= variant.clusters * FEWER_KEYS:
+        filling = min(filling, variant.clusters)
     fewest = tile * _fewest(variant) if filling > 1 else FEWEST_BESIDE_OTHERS
     if problem.lengths is not None and problem.batch[0] > 1 or items > resident:
         filling = max(filling, min(-(-most * tile // MOST_KEYS), MOST_WAVES * resident // items))
@@ -1203,7 +1209,7 @@ def _late(variant, limits, blocks):
 
 def _cluster(problem, variant, tiles, splits):
     """Blocks of a cluster: all splits of a tile of rows, or 1."""
-    if not variant.clusters or tiles > 1 or not 1 < splits <= LARGEST_CLUSTER:
+    if tiles > 1 or not 1 < splits <= variant.clusters:
         return 1
     keys = _most_tiles(problem, variant.tile_k, problem.queries) * variant.tile_k
     return splits if splits == 2 or keys <= splits * CLUSTER_KEYS else 1

@@ -198,7 +198,8 @@ class Variant:
     parts: int = 0  # float32: bfloat16 that a number is split into
     converts: int = 0  # decode: whether the device converts E4M3
     paged: int = 0  # forward: whether keys and values lie in a cache
-    clusters: int = 0  # decode: whether splits may be the blocks of a cluster
+    clusters: int = 0  # decode: splits that may be the blocks of a cluster, at most
+    run: int = 0  # decode: keys for which a page is looked up once; 0: as the page size turns out
 
     @property
     def name(self):
@@ -209,7 +210,7 @@ class Variant:
         more += f"_e{self.early}" * (self.early > 0) + f"_p{self.parts}" * (self.parts > 0)
         mask = f"_{self.mask}" if self.forward else ""  # always the most general elsewhere
         more += "" if self.ordered else "_unordered"
-        more += "_paged" * self.paged
+        more += "_paged" * self.paged + "_each" * (self.run == 1)
         return f"{self.kernel}_{KINDS[self.element].short}{mask}_{dims}_{tiles}_s{self.stages}{more}"
 
     @property
@@ -266,6 +267,7 @@ class Variant:
             "query_steps": ("forward_sm90", "decode_latent"),
             "paged": ("forward",),
             "clusters": ("decode", "decode_8bit", "decode_latent", "decode_real"),
+            "run": ("decode", "decode_8bit", "decode_real"),
         }
         return self.kernel in owners.get(field.name, ("forward_sm90",))
 

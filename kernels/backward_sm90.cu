@@ -199,13 +199,16 @@ __device__ __forceinline__ void plan(const Args& args, const Mask& mask, uint32 
         store_shared(item_shared, draw_item(args, index));
         store_shared(item_shared + OFFSET_OF(Item, span), span_of(args, mask, load_shared<Item>(item_shared)));
         mbarrier_arrive(barrier(shared, ITEMS_FULL, stage_of(number)));
-        // Where the item before still has its keys, those of this one shall at least not come from afar.
-        KeyTile::prefetch(args.v_map, keys_of(load_shared<Item>(item_shared)));
-        KeyTile::prefetch(args.k_map, keys_of(load_shared<Item>(item_shared)));
 
+        auto visits = [&] { return load_shared<int>(item_shared + OFFSET_OF(Item, span.visits)); };
+        if (visits() > 0) {
+            // Where the item before still has its keys, those of this one shall at least not come from afar.
+            const Corner keys = keys_of(load_shared<Item>(item_shared));
+            KeyTile::prefetch(args.v_map, keys);
+            KeyTile::prefetch(args.k_map, keys);
+        }
         Visit place{load_shared<int>(item_shared + OFFSET_OF(Item, span.start_head)),
                     load_shared<int>(item_shared + OFFSET_OF(Item, span.start))};
-        auto visits = [&] { return load_shared<int>(item_shared + OFFSET_OF(Item, span.visits)); };
 #pragma unroll 1
         for (int n = 0; n < visits(); ++n, ++visit) {
             // Field by field, and the item read again and again: registers are few.

@@ -13,9 +13,6 @@
 
 namespace cuflash {
 
-constexpr int STEPS = TILE_K / 16;
-using Weights = uint32[STEPS][BLOCKS][4];  // A operands
-
 // Softmax ---------------------------------------------------------------------------------------------------------
 
 // Raises the rows' references to what this tile needs.

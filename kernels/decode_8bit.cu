@@ -29,8 +29,6 @@ namespace cuflash {
 
 static_assert(TILE_K % WARP == 0, "TILE_K: a lane copies every 32nd scale");
 
-constexpr int STEPS = TILE_K / 16;
-using Weights = uint32[STEPS][BLOCKS][4];  // A operands
 constexpr Pairs KEY_PAIRS = CONVERTS ? Pairs::NEIGHBOURS : Pairs::ALTERNATE;
 
 // Scales ----------------------------------------------------------------------------------------------------------
@@ -88,7 +86,8 @@ constexpr float LEAST_FACTOR = 0x1p-126f, MOST_FACTOR = 0x1p127f;
 
 // What a block's rows of q are multiplied with: k_scale's sign goes to them, its size to the rows' factors.
 __device__ __forceinline__ float sign_of(float k_scale) {
-    return k_scale > 0.0f ? 1.0f : k_scale < 0.0f ? -1.0f : k_scale - k_scale;  // NaN stays
+    const float zero = k_scale - k_scale;  // NaN of NaN and of infinities
+    return zero + (k_scale > 0.0f ? 1.0f : k_scale < 0.0f ? -1.0f : 0.0f);
 }
 
 // Makes the block's rows of q float16 in place and stores their factors. Columns come as keys do: of every four the

@@ -107,11 +107,9 @@ __device__ __forceinline__ void raise(Sums<ROWS>& sums, const Real (&scores)[ROW
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         SoftmaxRow<Real>& row = sums.rows[r];
-        Real top = scores[r] * score.factor();
+        const Real top = scores[r] * score.factor();
         if (!any(row.outgrown(top))) continue;
-#pragma unroll
-        for (int lanes = 1; lanes < WARP; lanes *= 2) top = maximum(top, shuffle_xor(top, lanes));
-        const Real factor = row.raise(top);
+        const Real factor = row.raise(maximum_of_row<WARP>(top));
 #pragma unroll
         for (int c = 0; c < VALUE_CHUNKS; ++c) {
 #pragma unroll

@@ -48,9 +48,7 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
         for (int n = 0; n < TILE_K / 8; ++n) {
             top = maximum(top, maximum(scores[n][2 * half], scores[n][2 * half + 1]));
         }
-        top = maximum(top, shuffle_xor(top, 1));
-        top = maximum(top, shuffle_xor(top, 2));
-        factor[half] = rows[half].raise(top * score.factor());
+        factor[half] = rows[half].raise(maximum_of_row(top) * score.factor());
         moved |= factor[half] != 1.0f;
     }
     if (!any(moved)) return;

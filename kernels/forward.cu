@@ -152,21 +152,11 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
             for (int n = 0; n < TILE_K / 8; ++n) {
                 top = maximum(top, maximum(scores[block][n][2 * half], scores[block][n][2 * half + 1]));
             }
-            top = maximum(top, shuffle_xor(top, 1));
-            top = maximum(top, shuffle_xor(top, 2));
-            factor[block][half] = rows[block][half].raise(top * score.factor());
+            factor[block][half] = rows[block][half].raise(maximum_of_row(top) * score.factor());
             moved |= factor[block][half] != 1.0f;
         }
     }
-    if (!any(moved)) return;
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-        for (int n = 0; n < VALUE_DIM / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) out[block][n][e] *= factor[block][e / 2];
-        }
-    }
+    if (any(moved)) rescale(out, factor);
 }
 
 // weights = exp(scores - reference), 16 keys at a time, summed and at once multiplied with v: the exponentials of the

@@ -132,9 +132,7 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
 #pragma unroll
             for (int e = 2 * half; e < 2 * half + 2; ++e) top = scores[n][e] > top ? scores[n][e] : top;
         }
-        top = maximum(top, shuffle_xor(top, 1));
-        top = maximum(top, shuffle_xor(top, 2));
-        factor[half] = rows[half].raise(top * score.factor());
+        factor[half] = rows[half].raise(maximum_of_row(top) * score.factor());
     }
     if (!any(factor[0] != 1 || factor[1] != 1)) return;
 #pragma unroll

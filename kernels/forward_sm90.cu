@@ -303,9 +303,7 @@ __device__ __forceinline__ void raise(Rows& rows, Out& out, const Scores& scores
         float top = -INFINITE;
 #pragma unroll
         for (int i = 2 * half; i < TILE_K / 2; i += 4) top = maximum(top, maximum(scores[i], scores[i + 1]));
-        top = maximum(top, shuffle_xor(top, 1));
-        top = maximum(top, shuffle_xor(top, 2));
-        const float factor = rows[half].raise(top * score.factor());
+        const float factor = rows[half].raise(maximum_of_row(top) * score.factor());
 #pragma unroll
         for (int i = 2 * half; i < VALUE_DIM / 2; i += 4) {
             out[i] = FIRST ? 0.0f : out[i] * factor;

@@ -30,6 +30,11 @@ __device__ __forceinline__ int64 fresh_block_index() {
 __device__ __forceinline__ int grid_size() { return gridDim.x; }  // blocks of the launch
 __device__ __forceinline__ int lane_index() { return fresh_thread_index() % WARP; }
 __device__ __forceinline__ int warp_index() { return fresh_thread_index() / WARP; }
+// The same address; the compiler does not know what it is made of, and computes with it as it is.
+__device__ __forceinline__ const char* opaque(const char* address) {
+    asm volatile("" : "+l"(address));
+    return address;
+}
 // A value that all lanes hold alike: the compiler may keep it, and what follows from it, in uniform registers.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
@@ -76,7 +81,10 @@ __device__ __forceinline__ int shuffle_up(int value, int distance) {
     return __shfl_up_sync(0xffffffffu, value, distance);
 }
 // shfl.idx: what a lane holds, which all lanes name alike.
-__device__ __forceinline__ int shuffle_from(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+template <typename T>
+__device__ __forceinline__ T shuffle_from(T value, int lane) {
+    return __shfl_sync(0xffffffffu, value, lane);
+}
 // redux: the sum, and the largest, of what all lanes hold.
 __device__ __forceinline__ int redux_add(int value) {
     int sum;

@@ -40,6 +40,8 @@ constexpr int FACTORS_START = sizeof(Shared), WEIGHTS_START = sizeof(Shared);
 
 using RowsOfQ = Queries<BLOCKS, BLOCKS * HEAD_DIM <= 128 ? HEAD_DIM / 16 : 0>;  // as there are registers for
 using Scores = float[BLOCKS][TILE_K / 8][4];
+constexpr int STEPS = (TILE_K + 15) / 16;  // of 16 keys, for tensor cores
+using Weights = uint32[STEPS][BLOCKS][4];  // A operands
 using Out = float[BLOCKS][VALUE_DIM / 8][4];
 using Rows = SoftmaxRow<float>[BLOCKS][2];  // a thread's rows g and g + 8
 
@@ -85,30 +87,30 @@ struct Lane {
     }
 };
 
-// The pages of a tile's rows, -1 where nothing is to be read: one of each row that a lane copies or, where RUN is above
-// 1, one of each run of so many keys, which are known to lie in a page.
-template <int RUN, int LANES>
+// The pages of a tile's rows, -1 where nothing is to be read: one of each run of KEYS keys, which are known to lie in a
+// page, or, where KEYS is 1, one of each row that the lane copies.
+template <int KEYS, int LANES>
 struct RowPages {
-    static_assert(TILE_K % RUN == 0, "RUN: tiles are whole runs");
-    static_assert(RUN == 1 || RUN % Lane<LANES>::ROW_STEP == 0, "RUN: a lane's rows begin each of them alike");
-    static constexpr int COUNT = RUN == 1 ? Lane<LANES>::ROWS : TILE_K / RUN;
+    static_assert(TILE_K % KEYS == 0, "TILE_K: whole runs");
+    static_assert(KEYS == 1 || KEYS % Lane<LANES>::ROW_STEP == 0, "LANES: a lane's rows begin each run alike");
+    static constexpr int COUNT = KEYS == 1 ? Lane<LANES>::ROWS : TILE_K / KEYS;
     int page[COUNT];
     bool whole;  // once checked, of runs: all keys of the tile are to be read
 
     // The first key of run n, and whether one of its keys is of the split.
     static __device__ __forceinline__ int key(const Lane<LANES>& lane, int tile, int n) {
-        return RUN == 1 ? lane.key(tile, n) : tile * TILE_K + n * RUN;
+        return KEYS == 1 ? lane.key(tile, n) : tile * TILE_K + n * KEYS;
     }
     static __device__ __forceinline__ bool seen(const Work& work, int key) {
-        return key + RUN > work.first_key && key < work.end_key;
+        return key + KEYS > work.first_key && key < work.end_key;
     }
 };
 
 // Sends for the pages of a tile. Nothing here waits for them.
-template <int RUN, int LANES>
-__device__ __forceinline__ RowPages<RUN, LANES> look_up(const Pages& pages, const Work& work, const Lane<LANES>& lane,
-                                                        int tile) {
-    RowPages<RUN, LANES> rows;
+template <int KEYS, int LANES>
+__device__ __forceinline__ RowPages<KEYS, LANES> look_up(const Pages& pages, const Work& work, const Lane<LANES>& lane,
+                                                         int tile) {
+    RowPages<KEYS, LANES> rows;
 #pragma unroll
     for (int n = 0; n < rows.COUNT; ++n) {
         const int key = rows.key(lane, tile, n), page = pages.size.divide(key);
@@ -119,8 +121,8 @@ __device__ __forceinline__ RowPages<RUN, LANES> look_up(const Pages& pages, cons
 }
 
 // Pages that do not exist are not read, but `missing`. Finds out whether the tile is whole.
-template <int RUN, int LANES>
-__device__ __forceinline__ void check(RowPages<RUN, LANES>& rows, const Pages& pages, const Work& work,
+template <int KEYS>
+__device__ __forceinline__ void check(RowPages<KEYS, LANES>& rows, const Pages& pages, const Work& work,
                                       const Lane<LANES>& lane, int tile, bool& missing) {
     rows.whole = tile * TILE_K >= work.first_key && (tile + 1) * TILE_K <= work.end_key;
 #pragma unroll
@@ -135,9 +137,9 @@ __device__ __forceinline__ void check(RowPages<RUN, LANES>& rows, const Pages& p
 
 // Copies a tile of rows of `bytes`; what is not to be read becomes zeros. `source` is the lane's first chunk of row 0
 // of page 0. A whole tile takes no test of its rows, where pages are those of runs.
-template <typename Shape, int RUN, int LANES>
+template <typename Shape, int KEYS>
 __device__ __forceinline__ void copy_rows(uint32 base, const char* source, const Strides& strides, const Pages& pages,
-                                          const Work& work, const RowPages<RUN, LANES>& rows, const Lane<LANES>& lane,
+                                          const Work& work, const RowPages<KEYS, LANES>& rows, const Lane<LANES>& lane,
                                           int tile, int bytes) {
     constexpr int ROW_STEP = Lane<LANES>::ROW_STEP;
     constexpr int PERIOD = ROW_STEP < 8 ? 8 / ROW_STEP : 1;  // rows of the lane, after which swizzles repeat
@@ -149,9 +151,9 @@ __device__ __forceinline__ void copy_rows(uint32 base, const char* source, const
         const char* address = source;
 #pragma unroll
         for (int n = 0; n < lane.ROWS; ++n) {
-            const int run = RUN == 1 ? n : n * ROW_STEP / RUN, key = lane.key(tile, n);
-            const bool read = rows.page[run] >= 0 && (RUN == 1 || (key >= work.first_key && key < work.end_key));
-            if (n * ROW_STEP % RUN == 0) {  // a run begins
+            const int run = KEYS == 1 ? n : n * ROW_STEP / KEYS, key = lane.key(tile, n);
+            const bool read = rows.page[run] >= 0 && (KEYS == 1 || (key >= work.first_key && key < work.end_key));
+            if (n * ROW_STEP % KEYS == 0) {  // a run begins
                 const int place = key - pages.size.divide(key) * pages.size.value;
                 address = source + rows.page[run] * strides.batch1 + place * strides.row;
             } else {
@@ -165,9 +167,9 @@ __device__ __forceinline__ void copy_rows(uint32 base, const char* source, const
             }
         }
     };
-    if (bytes % CHUNK == 0 && (RUN == 1 || rows.whole)) {
+    if (bytes % CHUNK == 0 && (KEYS == 1 || rows.whole)) {
         each([](uint32 to, const char* from, int left, bool read) {
-            cp_async_16_once(to, from, (RUN > 1 || read) && left > 0);
+            cp_async_16_once(to, from, (KEYS > 1 || read) && left > 0);
         });
     } else {
         each([](uint32 to, const char* from, int left, bool read) {
@@ -186,12 +188,12 @@ struct NoScales {
 // A warp's tiles, one after the other, through its ring; returns whether a page of any lane's was missing. `begin()` is
 // called when the rows of q, whose copies come first, are here for the thread; `with_keys(key, stage)` when a tile's
 // keys are, from `key` on, in the stage at that address; `with_values(stage)` when its values are.
-template <int RUN, typename Scales, typename Begin, typename WithKeys, typename WithValues>
+template <int KEYS, typename Scales, typename Begin, typename WithKeys, typename WithValues>
 __device__ __forceinline__ bool stream_runs(const Args& args, const Paged& place, const Work& work, const Pages& pages,
                                             uint32 shared, const Scales& scales, Begin begin, WithKeys with_keys,
                                             WithValues with_values) {
     struct Found {
-        RowPages<RUN, LANES> rows;
+        RowPages<KEYS, LANES> rows;
         typename Scales::Found scales;
     };
     // Tile n of the warp goes through stage n % STAGES. Every step commits a group, be there something in it or not.
@@ -204,7 +206,7 @@ __device__ __forceinline__ bool stream_runs(const Args& args, const Paged& place
     const char* values = args.v + place.key_head * args.v_strides.head + lane.chunk * CHUNK;
     bool missing = refused(args, place);
     auto tile_of = [&](int n) { return work.first_tile + warp_index() + n * WARPS; };
-    auto find = [&](int tile) { return Found{look_up<RUN>(pages, work, lane, tile), scales.look_up(tile)}; };
+    auto find = [&](int tile) { return Found{look_up<KEYS>(pages, work, lane, tile), scales.look_up(tile)}; };
     auto load_keys = [&](int tile, int stage, const Found& from) {
         if (tile < work.end_tile) {
             const uint32 to = ring + stage * STAGE_BYTES;
@@ -256,15 +258,18 @@ __device__ __forceinline__ bool stream_runs(const Args& args, const Paged& place
     return any(missing);
 }
 
-// The same; pages are looked up once in RUN keys where they allow it.
+// The same. Pages are looked up once in a run of keys where they are made of whole ones: so the variant says or, where
+// its RUN is 0, the page size.
 template <typename Scales, typename Begin, typename WithKeys, typename WithValues>
 __device__ __forceinline__ bool stream(const Args& args, const Paged& place, const Work& work, const Pages& pages,
                                        uint32 shared, const Scales& scales, Begin begin, WithKeys with_keys,
                                        WithValues with_values) {
-    constexpr int RUN = least(TILE_K, 16);
-    const bool in_runs = args.page_table == nullptr || args.page_size % RUN == 0;
-    return in_runs ? stream_runs<RUN>(args, place, work, pages, shared, scales, begin, with_keys, with_values)
-                   : stream_runs<1>(args, place, work, pages, shared, scales, begin, with_keys, with_values);
+    constexpr int LONGEST = least(TILE_K, 16);
+    const bool whole = args.page_table == nullptr || args.page_size % LONGEST == 0;
+    if (RUN == LONGEST || (RUN == 0 && whole)) {
+        return stream_runs<LONGEST>(args, place, work, pages, shared, scales, begin, with_keys, with_values);
+    }
+    return stream_runs<1>(args, place, work, pages, shared, scales, begin, with_keys, with_values);
 }
 
 // Scores ----------------------------------------------------------------------------------------------------------
@@ -349,8 +354,6 @@ __device__ __forceinline__ Quad load_quad(uint32 address, int rank) {
     return __builtin_bit_cast(Quad, chunks);
 }
 
-constexpr int LARGEST_CLUSTER = 8;  // blocks that every device with clusters has room for
-
 // Splits that are the blocks of a cluster leave their parts in shared memory, where their first warp's were, and each
 // takes some of the rows, to add those of all in the order of splits.
 template <typename Store>
@@ -370,7 +373,7 @@ __device__ __forceinline__ void conclude_in_cluster(const Paged& place, const Wo
     cluster_wait();
     for (int r = place.split + warp_index() * work.splits; r < work.rows; r += WARPS * work.splits) {
         Part part;
-        part.add<LARGEST_CLUSTER>(
+        part.add<ROWS_OF_CLUSTER>(
             work.splits, [&](int split) { return load_cluster<SoftmaxRow<Real>>(row_at(r), split); },
             [&](int split, int column) { return load_quad(out_at(r) + column * sizeof(Real), split); });
         store(r, part);

@@ -73,15 +73,16 @@ struct SoftmaxRow {
     }
 };
 
-// Where rows lie in an accumulator's 16 x 8 blocks: four neighbours share two of them, and have of each every fourth
-// pair of columns.
-
-__device__ __forceinline__ float maximum_of_row(float x) {
-    x = maximum(x, shuffle_xor(x, 1));
-    return maximum(x, shuffle_xor(x, 2));
+// The largest number of THREADS neighbours that share a row. In an accumulator's 16 x 8 blocks four of them share two,
+// and have of each every fourth pair of columns.
+template <int THREADS = 4, typename Real>
+__device__ __forceinline__ Real maximum_of_row(Real x) {
+#pragma unroll
+    for (int lanes = 1; lanes < THREADS; lanes *= 2) x = maximum(x, shuffle_xor(x, lanes));
+    return x;
 }
 
-// Multiplies out by its rows' factors.
+// Multiplies out, as accumulators have it, by its rows' factors.
 template <int BLOCKS, int N>
 __device__ __forceinline__ void rescale(float (&out)[BLOCKS][N][4], const float (&factor)[BLOCKS][2]) {
 #pragma unroll

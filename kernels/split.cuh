@@ -180,18 +180,42 @@ struct Part {
     SoftmaxRow<Real> row;
     Quad out[PIECES] = {};
 
+    // Makes room for rows with references up to `top`.
+    __device__ __forceinline__ void raise(Real top) {
+        const Real factor = row.raise(top);
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+#pragma unroll
+            for (int e = 0; e < QUAD; ++e) out[p].values[e] *= factor;
+        }
+    }
+    // What a row then counts for, nothing where it is empty or not there.
+    __device__ __forceinline__ Real weight_of(const SoftmaxRow<Real>& other) const {
+        return other.sum == 0 ? Real(0) : exp2_of(other.shift() - row.shift());
+    }
+    // Adds a row, by its sum and its out.
+    __device__ __forceinline__ void add_row(Real weight, Real sum, const Quad (&quads)[PIECES]) {
+        row.sum = fused_multiply_add(weight, sum, row.sum);
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+#pragma unroll
+            for (int e = 0; e < QUAD; ++e) {
+                out[p].values[e] = fused_multiply_add(weight, quads[p].values[e], out[p].values[e]);
+            }
+        }
+    }
     // Adds rows over other keys in their order: for one after the other, `other(n)` gives the reference and sum of row
-    // n, then `load(n, column)` quads of its out. AT_ONCE are on their way together, and their weights do not wait for
+    // n, then `load(n, column)` quads of its out. COUNT are on their way together, and their weights do not wait for
     // one another.
-    template <int AT_ONCE, typename Other, typename Load>
+    template <int COUNT, typename Other, typename Load>
     __device__ __forceinline__ void add(int count, Other other, Load load) {
 #pragma unroll 1
-        for (int first = 0; first < count; first += AT_ONCE) {
-            SoftmaxRow<Real> others[AT_ONCE];
-            Quad quads[AT_ONCE][PIECES];
+        for (int first = 0; first < count; first += COUNT) {
+            SoftmaxRow<Real> others[COUNT];
+            Quad quads[COUNT][PIECES];
             Real top = -INFINITE;
 #pragma unroll
-            for (int n = 0; n < AT_ONCE; ++n) {
+            for (int n = 0; n < COUNT; ++n) {
                 others[n] = SoftmaxRow<Real>{};
                 if (first + n < count) others[n] = other(first + n);
 #pragma unroll
@@ -201,29 +225,20 @@ struct Part {
                 }
             }
 #pragma unroll
-            for (int n = 0; n < AT_ONCE; ++n) top = maximum(top, others[n].reference);
-            const Real factor = row.raise(top);
+            for (int n = 0; n < COUNT; ++n) top = maximum(top, others[n].reference);
+            raise(top);
 #pragma unroll
-            for (int p = 0; p < PIECES; ++p) {
-#pragma unroll
-                for (int e = 0; e < QUAD; ++e) out[p].values[e] *= factor;
-            }
-#pragma unroll
-            for (int n = 0; n < AT_ONCE; ++n) {
-                const bool empty = others[n].sum == 0;  // or not there: -0 times 0 added changes nothing, -0 neither
-                const Real weight = empty ? Real(-0.0) : exp2_of(others[n].shift() - row.shift());
-                row.sum = fused_multiply_add(weight, others[n].finite_sum(), row.sum);
-#pragma unroll
-                for (int p = 0; p < PIECES; ++p) {
-#pragma unroll
-                    for (int e = 0; e < QUAD; ++e) {
-                        out[p].values[e] = fused_multiply_add(weight, quads[n][p].values[e], out[p].values[e]);
-                    }
-                }
-            }
+            for (int n = 0; n < COUNT; ++n) add_row(weight_of(others[n]), others[n].finite_sum(), quads[n]);
         }
     }
 };
+
+// Rows of splits' parts that registers hold, where kernels have them to spare, and how many of these come from a
+// cluster's blocks at once. So many share a reference: all splits that a cluster can have, or as many either way, so
+// that they come to the same bits by way of global memory.
+constexpr int ROWS_HELD = PIECES * sizeof(Real) == 4 ? WARP : 64 / (PIECES * sizeof(Real));
+constexpr int ROWS_OF_CLUSTER = ROWS_HELD < 8 ? ROWS_HELD : 8;
+static_assert(CLUSTERS <= 8, "CLUSTERS: no more than one reference serves");
 
 // In global memory a row of a part is its quads, then its reference and sum.
 constexpr int PART_PITCH = (VALUE_DIM + QUAD) * sizeof(Real);
@@ -239,17 +254,39 @@ __device__ __forceinline__ char* part_row(const Args& args, int r) {
     return args.parts + fresh_block_index() * part_pitch(args) + r * PART_PITCH;
 }
 
-// Row r of the sum of the splits' parts.
+// Row r of the sum of the splits' parts: the work of a warp that has its multiprocessor's quarter to itself, so what
+// counts is how few instructions it takes and that no load waits for another. A lane has the reference and sum of one
+// split and finds its weight. Past the last split that one is read again, and weighs nothing.
 __device__ __forceinline__ Part sum_of_splits(const Args& args, const Paged& place, int splits, int r) {
     Part part;
     const int64 pitch = args.tiles * part_pitch(args);
-    const char* row = part_row(args, r) - (place.split + 1) * pitch;  // of the split before
-    auto other = [&](int) {
-        row += pitch;
-        return load_global<SoftmaxRow<Real>>(row + VALUE_DIM * sizeof(Real));
-    };
-    auto quad = [&](int, int column) { return load_global<Quad>(row + column * sizeof(Real)); };
-    part.add<PIECES * sizeof(Real) == 4 ? 16 : 8>(splits, other, quad);
+    const char* const rows = part_row(args, r) - place.split * pitch;  // of the first split
+#pragma unroll 1
+    for (int first = 0; first < splits; first += ROWS_HELD) {
+        const int count = uniform(clamp(splits - first, 0, ROWS_HELD));
+        const char* const row = opaque(rows + first * pitch);
+        auto at = [&](int n) { return row + static_cast<uint32>(clamp(n, 0, count - 1)) * pitch; };
+        SoftmaxRow<Real> other = load_global<SoftmaxRow<Real>>(at(lane_index()) + VALUE_DIM * sizeof(Real));
+        if (lane_index() >= count) other = SoftmaxRow<Real>{};
+        Quad quads[ROWS_HELD][PIECES];
+#pragma unroll
+        for (int n = 0; n < ROWS_HELD; ++n) {
+            if (n % 8 == 0 && n >= count) break;
+            const char* const from = at(n);
+#pragma unroll
+            for (int p = 0; p < PIECES; ++p) {  // lanes without a column have the last ones
+                const int column = p + 1 < PIECES ? column_of(p) : clamp(column_of(p), 0, VALUE_DIM - QUAD);
+                quads[n][p] = load_global<Quad>(from + column * sizeof(Real));
+            }
+        }
+        part.raise(maximum_of_row<WARP>(other.reference));
+        const Real weight = part.weight_of(other), sum = other.finite_sum();
+#pragma unroll
+        for (int n = 0; n < ROWS_HELD; ++n) {
+            if (n % 8 == 0 && n >= count) break;
+            part.add_row(shuffle_from(weight, n), shuffle_from(sum, n), quads[n]);
+        }
+    }
     return part;
 }
 
@@ -296,7 +333,7 @@ __device__ __forceinline__ void store(const Args& args, const Mask& mask, const 
 #pragma unroll
         for (int e = 0; e < QUAD; ++e) {
             Real& x = part.out[p].values[e];
-            x *= inverse;
+            x = fused_multiply_add(x, inverse, Real(0));  // never -0: what weighs nothing shall not make a difference
             finite += x - x;
         }
     }

@@ -37,7 +37,8 @@ def jobs():
         chosen = [_plan.backward_variant(dtype, *pair, limits) for dtype, pair in zip(dtypes, PAIRS, strict=True)]
         dims = [(dim, rows) for dim in _plan.DECODE_TILES for rows in (1, 17)]
         chosen += {_plan.decode_variant(dtypes[0], dim, limits, rows): None for dim, rows in dims}
-        chosen += [_plan.decode_8bit_variant(kind, dim, limits) for kind in FORMATS for dim in _plan.DECODE_8BIT_TILES]
+        kinds = product(FORMATS, _plan.DECODE_8BIT_TILES, (0, 1))
+        chosen += {_plan.decode_8bit_variant(kind, dim, limits, size): None for kind, dim, size in kinds}
         chosen += {_plan.latent_variant(dtypes[0], limits, rows): None for rows in _plan.LATENT_TILES}
         chosen += [_plan.cache_variant(dtypes[0], dim, dim, limits) for dim in _plan.CACHE_DIMS]
         chosen += [_plan.forward_variant("float32", "full", dim, dim, limits) for dim in _plan.FLOAT32_TILES]

@@ -1091,6 +1091,17 @@ def test_decode_explains_a_kernel_for_each_dtype():
         assert f"decode{'_real' * (kind.itemsize > 2)}_{kind.short}_" in str(plan)
 
 
+@pytest.mark.parametrize("head_dim, runs", [(40, (0, 0, 0)), (128, (16, 16, 1)), (200, (16, 16, 1))])
+def test_pages_of_eight_bits_that_are_no_whole_runs_have_kernels_of_their_own(head_dim, runs):
+    """And these have the tiles of the others, which the order of arithmetic follows."""
+    recipes = [testing.CacheRecipe(lengths=(90,), page_size=size, head_dim=head_dim) for size in (None, 48, 24)]
+    eight = [replace(recipe, dtype="float16", kv_format="int8") for recipe in recipes]
+    made = [_plan.plan(planned_problem(recipe), HOPPER).variant for recipe in eight]
+    assert tuple(variant.run for variant in made) == runs
+    assert len({replace(variant, run=0) for variant in made}) == 1
+    assert len({_plan.plan(planned_problem(recipe), HOPPER).variant for recipe in recipes}) == 1  # of 16 bits: one
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
@@ -2309,7 +2320,7 @@ def test_the_preamble_holds_constants_and_types_alone(variant):
         "ordered": " ".join(MAIN_BACKWARD), "tall_products": "forward_f64 backward_f64",
         "keys_shared": "backward_f64", "vector_adds": "backward backward_f32",
         "converts": "decode_8bit", "paged": "forward",
-        "clusters": "decode decode_8bit decode_latent decode_real",
+        "clusters": "decode decode_8bit decode_latent decode_real", "run": "decode decode_8bit decode_real",
         "parts": "forward_f32 forward_f32_sm90 forward_parts backward_f32",
     }  # fmt: skip
     numbers = {

@@ -356,12 +356,12 @@ class Emulator:
             for step in self.plan(problem).steps:
                 self.build(step.variant)
 
-    def prepare_decode(self, q, k_cache, v_cache, kv_format=None):
-        """Compile the kernels of a call of `decode`, which are the same for all keywords but the format."""
+    def prepare_decode(self, q, k_cache, v_cache, kv_format=None, page_size=None):
+        """Compile the kernels of a call of `decode`, which are the same for all keywords but format and pages."""
         self.build(_plan.append_variant(q.dtype.name))
         rows = q.shape[1] // k_cache.shape[1] * q.shape[2]
         dims = q.shape[-1], v_cache.shape[-1]
-        self.build(_plan.decode_variant_of(kv_format or q.dtype.name, *dims, self.limits, rows))
+        self.build(_plan.decode_variant_of(kv_format or q.dtype.name, *dims, self.limits, rows, page_size or 0))
 
     def prepare_cache(self, q, k, v):
         """Compile the kernel of a call of `forward` on a cache."""

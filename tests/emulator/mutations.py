@@ -243,7 +243,7 @@ class Mutation:
         if self.cache:
             q, k, v, _ = self.recipe.arrays()
             if self.decode:
-                emulator.prepare_decode(q, k, v, self.recipe.kv_format)
+                emulator.prepare_decode(q, k, v, self.recipe.kv_format, self.recipe.page_size)
             else:
                 emulator.prepare_cache(q, k, v)
         elif self.backward:
@@ -548,7 +548,7 @@ MUTATIONS = (
         Mutation(name, "split.cuh", old, new, recipe, check)
         for name, old, new, recipe, check in (
             (
-                "parts_from_its_own_on", "part_row(args, r) - (place.split + 1) * pitch;", "part_row(args, r) - pitch;",
+                "parts_from_its_own_on", "part_row(args, r) - place.split * pitch;", "part_row(args, r);",
                 MANY_SPLITS, testing.check_decode_bound,
             ),
             (
@@ -562,22 +562,30 @@ MUTATIONS = (
             ),
             (
                 "sum_of_parts_not_rescaled", "values[e] *= factor;", "values[e] *= factor > 0.0f;",
-                replace(STEEP_CACHE, lengths=(2000,), splits=21), testing.check_decode_bound,
+                replace(STEEP_CACHE, lengths=(2000,), splits=63), testing.check_decode_bound,
             ),
             (
-                "parts_beyond_those_at_once_left_out", "first < count; first += AT_ONCE", "first < 1; first += AT_ONCE",
-                replace(CACHE, lengths=(2000,), splits=21), testing.check_decode_bound,
+                "splits_beyond_those_held_left_out", "first < splits; first += ROWS_HELD",
+                "first < 1; first += ROWS_HELD", replace(CACHE, lengths=(2000,), splits=63), testing.check_decode_bound,
+            ),
+            (
+                "last_split_weighed_again", "if (lane_index() >= count) other = SoftmaxRow<Real>{};", "",
+                MANY_SPLITS, testing.check_decode_bound,
+            ),
+            (
+                "reference_of_a_split_alone", "part.raise(maximum_of_row<WARP>(other.reference));",
+                "part.raise(other.reference);", replace(STEEP_CACHE, scale=40.0, splits=9), testing.check_decode_bound,
             ),
             (
                 "reference_of_the_last_part", "top = maximum(top, others[n].reference);", "top = others[n].reference;",
                 replace(STEEP_CACHE, scale=40.0), testing.check_decode_bound,
             ),
             (
-                "parts_weighed_alike", "exp2_of(others[n].shift() - row.shift())", "Real(1)",
+                "parts_weighed_alike", "exp2_of(other.shift() - row.shift())", "Real(1)",
                 STEEP_CACHE, testing.check_decode_bound,
             ),
             (
-                "part_without_keys_weighed", "empty ? Real(-0.0) : exp2", "exp2", replace(FIRST_ROWS, scale=40.0),
+                "part_without_keys_weighed", "other.sum == 0 ? Real(0) : exp2", "exp2", replace(FIRST_ROWS, scale=40.0),
                 testing.check_decode_bound,
             ),
             (
@@ -716,13 +724,12 @@ MUTATIONS = (
                 testing.check_decode_bound,
             ),
             (
-                "row_raised_alone", "const Real factor = row.raise(top);",
-                "const Real factor = 1.0f + 0 * row.raise(top);", replace(SINGLE, scale=4.0),
-                testing.check_decode_bound,
+                "row_raised_alone", "const Real factor = row.raise(", "const Real factor = 1.0f + 0 * row.raise(",
+                replace(SINGLE, scale=4.0), testing.check_decode_bound,
             ),
             (
-                "maximum_of_some_lanes", "lanes = 1; lanes < WARP; lanes *= 2) top",
-                "lanes = 1; lanes < 8; lanes *= 2) top", replace(SINGLE, scale=4.0), testing.check_decode_bound,
+                "maximum_of_some_lanes", "maximum_of_row<WARP>(top)", "maximum_of_row<8>(top)",
+                replace(SINGLE, scale=4.0), testing.check_decode_bound,
             ),
             (
                 "values_of_every_second_key", "lanes = VALUE_LANES; lanes < WARP; lanes *= 2)",
@@ -753,8 +760,8 @@ MUTATIONS = (
         )
     ),
     Mutation(
-        "parts_of_float64_in_float32", "split.cuh", "const Real weight = empty", "const float weight = empty",
-        DOUBLE, testing.check_decode_bound,
+        "parts_of_float64_in_float32", "split.cuh", "exp2_of(other.shift() - row.shift())",
+        "exp2_of(static_cast<float>(other.shift() - row.shift()))", DOUBLE, testing.check_decode_bound,
     ),
     Mutation(
         "angles_of_float64_in_float32", "append.cu", "const Real c = angle_part", "const float c = angle_part",
@@ -850,8 +857,8 @@ MUTATIONS = (
                 replace(CACHE, page_size=None),
             ),
             (
-                "pages_of_a_run_looked_up_at_its_neighbour", "rings.cuh", "tile * TILE_K + n * RUN;",
-                "tile * TILE_K + (n ^ 1) * RUN;", IN_RUNS,
+                "pages_of_a_run_looked_up_at_its_neighbour", "rings.cuh", "tile * TILE_K + n * KEYS;",
+                "tile * TILE_K + (n ^ 1) * KEYS;", IN_RUNS,
             ),
         )
     ),
@@ -859,7 +866,7 @@ MUTATIONS = (
         Mutation(f"{name}_before_a_window_{done}", "rings.cuh", old, new, READ_WINDOWED, check_decode_reads)
         for name, done, old, new in (
             ("tile", "read_whole", "rows.whole = tile * TILE_K >= work.first_key && (", "rows.whole = ("),
-            ("pages", "looked_up", "return key + RUN > work.first_key && key", "return key"),
+            ("pages", "looked_up", "return key + KEYS > work.first_key && key", "return key"),
         )
     ),
     Mutation(
@@ -951,12 +958,12 @@ MUTATIONS = (
     ),
     # Lanes, rows and columns
     Mutation(
-        "maximum_of_half_the_quad", "forward.cu", "top = maximum(top, shuffle_xor(top, 2));", "", STEEP,
+        "maximum_of_half_the_quad", "forward.cu", "maximum_of_row(top)", "maximum_of_row<2>(top)", STEEP,
     ),
     Mutation("sum_of_half_the_quad", "forward.cu", "row.finish<4>();", "row.finish<2>();", CAUSAL),
     Mutation(
         "vote_of_some_lanes", "forward.cu",
-        "if (!any(moved)) return;", "if (!moved || !any(moved)) return;", STEEP,
+        "if (any(moved)) rescale", "if (moved && any(moved)) rescale", STEEP,
     ),
     Mutation("rows_of_the_quads_swapped", "forward.cu", "8 * half + lane / 4;", "8 * (1 - half) + lane / 4;", CAUSAL),
     Mutation(
@@ -1009,8 +1016,8 @@ MUTATIONS = (
         "ballot(inside && !missing && (", "ballot(false && (", CAUSAL, testing.check_hidden_keys_may_hold_anything,
     ),
     # Softmax
-    Mutation("rescale_left_out", "forward.cu", "if (!any(moved)) return;", "return;", STEEP),
-    Mutation("rescale_of_the_other_row", "forward.cu", "factor[block][e / 2];", "factor[block][1 - e / 2];", STEEP),
+    Mutation("rescale_left_out", "forward.cu", "    if (any(moved)) rescale(out, factor);\n", "", STEEP),
+    Mutation("rescale_of_the_other_row", "softmax.cuh", "factor[block][e / 2];", "factor[block][1 - e / 2];", STEEP),
     Mutation("sum_not_rescaled", "softmax.cuh", "sum = finite_sum() * factor;", "", STEEP),
     Mutation(
         "guard_of_minus_infinity_removed", "softmax.cuh",
@@ -1066,7 +1073,7 @@ MUTATIONS = (
         FLOAT32,
     ),
     in_float32(
-        "maximum_of_half_the_quad", "top = maximum(top, shuffle_xor(top, 2));", "", STEEP32, file="float32_rows.cuh",
+        "maximum_of_half_the_quad", "maximum_of_row(top)", "maximum_of_row<2>(top)", STEEP32, file="float32_rows.cuh",
     ),
     in_float32(
         "sum_of_half_the_quad", "row.finish<4>();", "row.finish<2>();", FLOAT32, file="float32_rows.cuh",

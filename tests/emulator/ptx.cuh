@@ -56,6 +56,7 @@ template <typename T>
 T shuffle_xor(T value, int mask, Site here = HERE) {
     return shuffle("shuffle_xor", value, [mask](int lane) { return lane ^ mask; }, here);
 }
+inline const char* opaque(const char* address) { return address; }
 // Lanes that do not hold the value alike are stopped.
 inline int uniform(int value, Site here = HERE) {
     const int first = shuffle("uniform", value, [](int) { return 0; }, here);
@@ -65,7 +66,8 @@ inline int uniform(int value, Site here = HERE) {
 inline int shuffle_up(int value, int distance, Site here = HERE) {
     return shuffle("shuffle_up", value, [distance](int lane) { return lane < distance ? lane : lane - distance; }, here);
 }
-inline int shuffle_from(int value, int lane, Site here = HERE) {
+template <typename T>
+T shuffle_from(T value, int lane, Site here = HERE) {
     lane = uniform(lane, here);
     return shuffle("shuffle_from", value, [lane](int) { return lane; }, here);
 }
