@@ -615,9 +615,5 @@ if __name__ == "__main__":
     from record import Case
 
     told, sys.stdout = sys.stdout, sys.stderr  # what else is printed must not stand between the answers
-    words = json.loads(sys.argv[1])
-    serve(
-        Case(**words | {"window": words["window"] and tuple(words["window"])}),
-        sys.stdin,
-        lambda **facts: print(json.dumps(facts), file=told, flush=True),
-    )
+    case = Case.of(json.loads(sys.argv[1]))
+    serve(case, sys.stdin, lambda **facts: print(json.dumps(facts), file=told, flush=True))

@@ -31,6 +31,7 @@ FEWEST_CALLS = 8
 LATENT_DIMS = 576, 512  # of DeepSeek's models
 CELLS = "1x1024,1x8192,8x1024,8x8192,64x1024,64x8192,1x65536,1x131072,8x65536"
 CHECKED = 3  # (sequence, head) pairs
+OWN = "read", "append"  # what is timed beside a case that is no contender
 
 
 def cells(options):
@@ -330,7 +331,7 @@ def measure(case, options, rivals):
     count = caches.calls
     rounds = {name: [ms / count for ms in each] for name, each in rounds.items()}
     figures = timing.figures(rounds, rivals, options.rival)
-    own = timing.figures(rounds, [name for name in ("read", "append") if name in calls], None)
+    own = timing.figures(rounds, [name for name in OWN if name in calls], None)
     figures |= {what: own[what] | figures[what] for what in ("contenders", "ratios")}
     del calls, caches, first, eager
     cupy.get_default_memory_pool().free_all_blocks()

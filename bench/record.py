@@ -48,6 +48,12 @@ class Case:
     graph: bool | None = None
     shortest: int | None = None  # of decode: sequences differ in length, log-uniform from so many keys to `length`
 
+    @classmethod
+    def of(cls, row):
+        """The case of a row, read from JSON."""
+        fields = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
+        return cls(**fields | {"window": row["window"] and tuple(row["window"])})
+
     @property
     def keywords(self):
         """Keywords of the call."""

@@ -9,12 +9,15 @@
     python bench/run.py host                                # host time of a cached forward call, and where it goes
 
     python bench/run.py --contenders all --rival best --plot forward.png     # whatever contender is here, as a picture
+    python bench/run.py decode --json FILE --again --seconds 500    # what the record has of decode, of older sources
 
 A cell has ``tokens`` rows in all (batch x length) and heads x head_dim = ``width``; arrays lie as (batch, length,
 heads, head_dim), seen with swapped axes. A line says: error over bound, median time of a launch with a cold L2 cache,
 how far the rounds lie apart, rate, host time of a call, memory beyond results, and each contender's time and its ratio
 to ours, the best one's first: above 1 where ours is faster. ``contenders.py`` lists the contenders; one that cannot run
 says why, once. ``--json FILE`` merges the rows into a record (``record.py``), ``--csv`` and ``--plot`` write theirs.
+``--again`` takes its cells from that record instead: those of this pass and engine that were measured with other
+sources, each as it was, beside the same contenders.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import importlib.util
 import math
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import ml_dtypes
@@ -79,11 +83,15 @@ def parse(argv=None):
     parser.add_argument("--quick", action="store_true", help="2 rounds of 5 launches")
     parser.add_argument("--warm", action="store_true", help="leave the L2 cache as it is, for all alike")
     parser.add_argument("--json", metavar="FILE", help="record to merge the rows into")
+    parser.add_argument("--again", action="store_true", help="measure the record's cases of other sources instead")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no case begins")
     parser.add_argument("--csv", metavar="FILE", help="table to write")
     parser.add_argument("--plot", metavar="FILE.png", help="picture to draw; needs matplotlib")
     options = parser.parse_args(argv)
     if options.plot and not importlib.util.find_spec("matplotlib"):
         parser.error('--plot needs matplotlib, which is not installed; wanted pip install -e ".[plot]"')
+    if options.again and not options.json:
+        parser.error("--again needs --json, the record whose cases are meant")
     for name in ("dtype", "mask", "contenders", "kv_format"):
         setattr(options, name, [part for part in getattr(options, name).split(",") if part])
     options.cells = [tuple(map(int, part.split("x"))) for part in options.cells.split(",")]
@@ -112,6 +120,50 @@ def cells(options):
                         heads=heads, key_heads=heads // options.group, window=window, precision=options.precision,
                         reproducible=True if options.what == "backward" else None,
                     )  # fmt: skip
+
+
+def asked(options):
+    """The cases that the options ask for, each with the options and the contenders that it is measured with."""
+    if not options.again:
+        rivals = contenders.ready(options.contenders)
+        chosen = decode.cells(options) if options.what == "decode" else cells(options)
+        return [(case, options, rivals) for case in chosen]
+    rows = [row for row in record.read(options.json)["cases"] if is_older(row, options)]
+    rivals = contenders.ready(dict.fromkeys(name for row in rows for name in rivals_of(row)))
+    able = [row for row in rows if rivals.keys() >= rivals_of(row).keys()]
+    if len(able) < len(rows):
+        say(f"{len(rows) - len(able)} cases stay as they are: not all their contenders are here")
+    return [
+        (record.Case.of(row), as_it_was(row, options), {name: rivals[name] for name in rivals_of(row)}) for row in able
+    ]
+
+
+def is_older(row, options):
+    """Whether a row of the record is of this pass and engine, and of other sources."""
+    warm = options.engine != "numpy" and not row.get("cold", True)
+    meant = (row["what"], row["engine"], warm) == (options.what, options.engine, options.warm)
+    return meant and row["sources"] != record.sources()
+
+
+def rivals_of(row):
+    """Milliseconds of the contenders that a row was measured beside."""
+    return {name: ms for name, ms in row["contenders"].items() if ms and name not in decode.OWN}
+
+
+def as_it_was(row, options):
+    """The options that a row was measured with."""
+    theirs = rivals_of(row)
+    best = len(theirs) > 1 and row["rival"] == min(theirs, key=theirs.get)
+    measured = {
+        "rival": "best" if best else row["rival"],
+        "rounds": len(row["rounds"]["ours"]),
+        "launches": row.get("launches", options.launches),
+        "splits": row["splits"],
+        "scales": row.get("scales") or options.scales,
+        "batch_invariant": row.get("batch_invariant"),
+        "append": "append" in row["contenders"],
+    }
+    return argparse.Namespace(**vars(options) | measured)
 
 
 class Inputs:
@@ -351,9 +403,8 @@ def main(argv=None):
     if options.engine != "numpy" and (reason := find_gpu()[1]):
         print(f"bench/run.py: {reason}; --engine numpy needs no GPU")
         return 2
-    rivals = contenders.ready(options.contenders)
     if options.what == "host":
-        for row in map(record.stamped, host_rows(options, rivals)):
+        for row in map(record.stamped, host_rows(options, contenders.ready(options.contenders))):
             parts = [f"{name} {us:.1f}" for name, us in (row["parts"] | row["contenders"]).items()]
             print(f"host time of {row['what']} on {record.device()}: {row['us']:.1f} us a call", *parts, sep=", ")
             if options.json:
@@ -362,17 +413,21 @@ def main(argv=None):
     on_gpu = options.engine != "numpy"
     decoding = options.what == "decode"
     inputs, timer = Inputs(on_gpu), timing.EventTimer(cold=not options.warm) if on_gpu else timing.WallTimer()
-    print(f"{record.device()}: {options.rounds} rounds of {options.launches} launches")
-    rows, failed = [], 0
-    asked = list(decode.cells(options) if decoding else cells(options))
-    with Bar(len(asked)) as bar:
-        for case in asked:
+    how = "as they were measured" if options.again else f"{options.rounds} rounds of {options.launches} launches"
+    todo, rows, failed = asked(options), [], 0
+    print(f"{record.device()}: {len(todo)} cases, {how}")
+    end = time.monotonic() + options.seconds
+    with Bar(len(todo)) as bar:
+        for done, (case, chosen, rivals) in enumerate(todo):
+            if time.monotonic() > end:
+                say(f"{len(todo) - done} cases are left, for want of time")
+                break
             bar.step(f"{case.what} {case.dtype} d{case.head_dim} L{case.length} {case.mask}")
             try:
                 if decoding:
-                    row = record.stamped(decode.measure(case, options, rivals))
+                    row = record.stamped(decode.measure(case, chosen, rivals))
                 else:
-                    row = record.stamped(measure(case, options, inputs, rivals, timer))
+                    row = record.stamped(measure(case, chosen, inputs, rivals, timer))
             except Exception as error:  # one bad case must not cost the figures of the others
                 failed += 1
                 say(f"FAILED {case}: {type(error).__name__}: {error}")
@@ -392,7 +447,7 @@ def main(argv=None):
     if options.plot and rows:
         pictures.draw(pictures.of_rows(rows, record.device()), options.plot)
         print(f"drawn in {options.plot}")
-    return 1 if failed or not rows else 0
+    return 1 if failed or not (rows or options.again) else 0
 
 
 if __name__ == "__main__":

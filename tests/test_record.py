@@ -284,6 +284,41 @@ def test_a_run_on_the_cpu_fills_the_record(tmp_path, capsys):
     assert (tmp_path / "x.csv").read_text().startswith("what,engine,dtype")
 
 
+def test_cases_of_other_sources_are_measured_again_as_they_were(tmp_path, capsys):
+    path = tmp_path / "x.json"
+    arguments = f"--engine numpy --dtype float32 --head-dim 16 --tokens 96 --width 32 --json {path}".split()
+    for length, rounds in (("48", "2"), ("32", "3")):
+        asked = ["--mask", "full,causal", "--length", length, "--rounds", rounds, "--contenders", "naive"]
+        assert run.main([*arguments, *asked]) == 0
+    *older, absent, now = record.read(path)["cases"]
+    absent["contenders"] = {"nowhere": 1.0}
+    others = [row | {"sources": "others", "ms": -1.0} for row in (*older, absent)]
+    record.write(path, record.read(path) | {"cases": [*others, now]})
+    assert run.main([*arguments, "--again", "--seconds", "0"]) == 0
+    assert [row["ms"] for row in record.read(path)["cases"]] == [-1, -1, -1, now["ms"]]
+    capsys.readouterr()
+    assert run.main([*arguments, "--again"]) == 0
+    assert "1 cases stay as they are" in capsys.readouterr().out
+    *again, stays, untouched = record.read(path)["cases"]
+    assert stays == others[-1] and untouched == now
+    for row, before in zip(again, older, strict=True):
+        assert row["sources"] == record.sources() and row["ms"] > 0 and row["contenders"]["naive"] > 0
+        fields = (*record.IDENTITY["cases"], "rival", "launches")
+        assert [row[name] for name in fields] == [before[name] for name in fields]
+        assert len(row["rounds"]["ours"]) == 2
+
+
+def test_the_rival_of_a_case_measured_again_is_the_best_one_where_it_was():
+    row = {"rival": "b", "contenders": {"read": 0.5, "a": 2.0, "b": 1.0, "c": None}, "rounds": {"ours": [1, 1, 1]}}
+    row |= {"splits": 4, "scales": "slot", "batch_invariant": True}
+    options = run.parse(["decode", "--again", "--json", "x", "--append"])
+    found = run.as_it_was(row, options)
+    assert (found.rival, found.rounds, found.splits, found.scales) == ("best", 3, 4, "slot")
+    assert found.batch_invariant and not found.append
+    assert run.as_it_was(row | {"rival": "a"}, options).rival == "a"
+    assert list(run.rivals_of(row)) == ["a", "b"]
+
+
 def test_a_wrong_answer_is_not_timed(tmp_path, monkeypatch, capsys):
     forward = cuflash.forward
     monkeypatch.setattr(cuflash, "forward", lambda *arrays, **keywords: forward(*arrays, **keywords) * 1.01)
