@@ -32,7 +32,7 @@ def draw_far_below(engine, dtype, length, below):
     return *(engine.xp.asarray(x) for x in (q, k * signs, v)), 1e18 if dtype == "float64" else 1e9
 
 
-def rotating_third(items):
-    """Every third item, from a place on that the text of the kernels decides: all have their turn as it changes."""
+def rotating(items, share=3):
+    """Each ``share``-th item, from a place that the text of the kernels decides: all get their turn as it changes."""
     texts = b"".join(path.read_bytes() for path in sorted(_variant.folder().iterdir()) if path.is_file())
-    return items[zlib.crc32(texts) % 3 :: 3]
+    return items[zlib.crc32(texts) % share :: share]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawn import rotating_third
+from drawn import rotating
 
 from cuflash import CompileError, _compile, _plan, _variant
 from cuflash._dtypes import FORMATS
@@ -56,12 +56,12 @@ def jobs():
 
 
 def chosen():
-    """The jobs to be done. Where CI is set, every third that is not of sm_90, from a place on that the text decides."""
+    """The jobs to be done. Where CI is set, every sixth that is not of sm_90, from a place on that the text decides."""
     every = list(jobs())
     if not os.environ.get("CI"):
         return every
     ours, others = ([job for job in every if (job[1] == 90) is hopper] for hopper in (True, False))
-    return ours + rotating_third(others)
+    return ours + rotating(others, 6)
 
 
 def kept(request, version, job):

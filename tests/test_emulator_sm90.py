@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from drawn import rotating_third
+from drawn import rotating
 
 from cuflash import _plan
 
@@ -536,7 +536,7 @@ def mutations():
     """The mutations to be tried: where CI is set, every third."""
     from emulator.mutations_sm90 import MUTATIONS
 
-    return rotating_third(MUTATIONS) if os.environ.get("CI") else MUTATIONS
+    return rotating(MUTATIONS) if os.environ.get("CI") else MUTATIONS
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ place on that the text of the kernels decides: all have their turn as the kernel
 import os
 
 import pytest
-from drawn import rotating_third
+from drawn import rotating
 
 mutations = pytest.importorskip("emulator.mutations")
 
@@ -30,7 +30,7 @@ def test_each_has_a_name_and_a_place_of_its_own(tmp_path):
         mutation.overlay(tmp_path)  # raises where the text to be changed is not there once
 
 
-CHOSEN = rotating_third(mutations.MUTATIONS) if os.environ.get("CI") else mutations.MUTATIONS
+CHOSEN = rotating(mutations.MUTATIONS) if os.environ.get("CI") else mutations.MUTATIONS
 
 
 @pytest.mark.parametrize("mutation", CHOSEN, ids=lambda mutation: mutation.name)
