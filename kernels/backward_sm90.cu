@@ -267,8 +267,9 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
             mbarrier_wait(barrier(shared, KEYS_EMPTY), number % 2 ^ 1);
             mbarrier_arrive(barrier(shared, KEYS_FULL));
         }
+        bool first = true;
 #pragma unroll 1
-        for (int n = 0; n < visits; ++n, ++visit) {
+        for (int left = visits; left > 0; --left, ++visit) {
             mbarrier_wait(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)), parity_of<STEPS>(visit));
 
             const int stage = stage_of(visit);
@@ -276,7 +277,7 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
             load_queries(item_shared, shared + QUERY_START + stage * QueryTile::BYTES, args.q_map,
                          shared + ROW_LSE_START + stage * ROW_BYTES, args.row_lse,
                          barrier(shared, QUERIES_FULL, stage));
-            if (n == 0) {
+            if (first) {
                 mbarrier_wait(barrier(shared, VALUES_EMPTY), number % 2 ^ 1);
                 load_keys(item_shared, shared + VALUE_START, args.v_map, barrier(shared, VALUES_FULL));
             }
@@ -284,12 +285,14 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
             load_queries(item_shared, shared + DOUT_START + stage * QueryTile::BYTES, args.dout_map,
                          shared + ROW_DELTA_START + stage * ROW_BYTES, args.row_delta,
                          barrier(shared, DOUTS_FULL, stage));
-            if (n == 0) {  // the keys last: those before are the last to be done with
+            if (first) {  // the keys last: those before are the last to be done with
                 mbarrier_wait(barrier(shared, KEYS_EMPTY), number % 2 ^ 1);
                 load_keys(item_shared, shared + KEY_START, args.k_map, barrier(shared, KEYS_FULL));
             }
+            first = false;
         }
-        mbarrier_arrive(barrier(shared, ITEMS_EMPTY, stage_of(number)));
+        // The place of the barrier is not worth a register while visits last.
+        mbarrier_arrive(barrier(shared, ITEMS_EMPTY, stage_of(opaque(number))));
     }
 }
 
@@ -472,10 +475,15 @@ struct Consumer {
     const Mask& mask;
     uint32 shared;
     int index;
-    bool leader;  // of its warp: arrives for it
+    bool leader;          // of its warp: arrives for it
+    uint32 tiles;         // where shared memory begins, in units of 16 bytes
+    uint32 dscore_place;  // where this thread's part of ds goes, in the first stage
 
     __device__ __forceinline__ Consumer(const Args& args, const Mask& mask, uint32 shared, int index)
-        : args(args), mask(mask), shared(shared), index(index), leader(lane_index() == 0) {}
+        : args(args), mask(mask), shared(shared), index(index), leader(lane_index() == 0), tiles(shared / 16) {
+        const int lane = lane_index(), chunk = first_key_of(index) / 8 + warp_index() % 4 * 2 + lane / 8 % 2;
+        dscore_place = shared + DSCORE_START + ScoreTile::offset(lane % 8 + lane / 16 * 8, chunk);
+    }
 
     __device__ __forceinline__ void wait(int start, int number, uint32 parity) const {
         mbarrier_wait(barrier(shared, start, number), parity);
@@ -491,26 +499,27 @@ struct Consumer {
     }
     __device__ __forceinline__ bool first_thread() const { return thread_index() % WARPGROUP == 0; }
 
-    // Tiles in shared memory, for products: all queries, this consumer's keys as rows, its part of a tile of dq.
+    // Tiles in shared memory, for products: all queries, this consumer's keys as rows, its part of a tile of dq. A step
+    // from one to the next is an instruction, and none of them is kept.
     __device__ __forceinline__ uint32 queries(int stage) const {
-        return uniform((shared + QUERY_START + stage * QueryTile::BYTES) / 16);
+        return tiles + QUERY_START / 16 + stage * (QueryTile::BYTES / 16);
     }
     __device__ __forceinline__ uint32 douts(int stage) const {
-        return uniform((shared + DOUT_START + stage * QueryTile::BYTES) / 16);
+        return tiles + DOUT_START / 16 + stage * (QueryTile::BYTES / 16);
     }
     __device__ __forceinline__ uint32 keys() const {
-        return uniform((shared + KEY_START + first_key_of(index) * 128) / 16);
+        return tiles + KEY_START / 16 + first_key_of(index) * (128 / 16);
     }
     __device__ __forceinline__ uint32 values() const {
-        return uniform((shared + VALUE_START + first_key_of(index) * 128) / 16);
+        return tiles + VALUE_START / 16 + first_key_of(index) * (128 / 16);
     }
     __device__ __forceinline__ uint32 part_rows(int stage) const {
         const int rows = PARTS_ARE_ROWS ? index * ROWS : 0;
-        return uniform((shared + DSCORE_START + stage * ScoreTile::BYTES + rows * 128) / 16);
+        return tiles + DSCORE_START / 16 + stage * (ScoreTile::BYTES / 16) + rows * (128 / 16);
     }
     __device__ __forceinline__ uint32 part_columns() const {
         const int panel = PARTS_ARE_ROWS ? 0 : index;
-        return uniform((shared + KEY_START + panel * KeyTile::PANEL_BYTES) / 16);
+        return tiles + KEY_START / 16 + panel * (KeyTile::PANEL_BYTES / 16);
     }
 
     // Waits for an item and returns its visits.
@@ -546,9 +555,7 @@ struct Consumer {
 
     // ds for the products of dq, transposed: a consumer's keys are a panel's columns. To be shown to these afterwards.
     __device__ __forceinline__ void store_dscores(int stage, const Operand& dscores) const {
-        const int lane = lane_index(), chunk = first_key_of(index) / 8 + warp_index() % 4 * 2 + lane / 8 % 2;
-        const uint32 tile = shared + DSCORE_START + stage * ScoreTile::BYTES;
-        const uint32 address = tile + ScoreTile::offset(lane % 8 + lane / 16 * 8, chunk);
+        const uint32 address = dscore_place + stage * ScoreTile::BYTES;
 #pragma unroll
         for (int step = 0; step < TILE_Q / 16; ++step) stmatrix_x4_trans(address + step * 16 * 128, dscores[step]);
     }

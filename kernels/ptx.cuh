@@ -28,12 +28,17 @@ __device__ __forceinline__ int64 fresh_block_index() {
     return index;
 }
 __device__ __forceinline__ int grid_size() { return gridDim.x; }  // blocks of the launch
-__device__ __forceinline__ int lane_index() { return fresh_thread_index() % WARP; }
+// As unsigned numbers: of what may be negative, as far as the compiler knows, a rest takes four instructions.
+__device__ __forceinline__ int lane_index() { return static_cast<uint32>(fresh_thread_index()) % WARP; }
 __device__ __forceinline__ int warp_index() { return fresh_thread_index() / WARP; }
-// The same address; the compiler does not know what it is made of, and computes with it as it is.
+// The same; the compiler does not know what it is made of, and computes with it as it is.
 __device__ __forceinline__ const char* opaque(const char* address) {
     asm volatile("" : "+l"(address));
     return address;
+}
+__device__ __forceinline__ uint32 opaque(uint32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
 }
 // A value that all lanes hold alike: the compiler may keep it, and what follows from it, in uniform registers.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }

@@ -56,7 +56,10 @@ template <typename T>
 T shuffle_xor(T value, int mask, Site here = HERE) {
     return shuffle("shuffle_xor", value, [mask](int lane) { return lane ^ mask; }, here);
 }
-inline const char* opaque(const char* address) { return address; }
+template <typename T>
+T opaque(T value) {
+    return value;
+}
 // Lanes that do not hold the value alike are stopped.
 inline int uniform(int value, Site here = HERE) {
     const int first = shuffle("uniform", value, [](int) { return 0; }, here);
