@@ -361,7 +361,8 @@ struct Columns {
     Pair pairs[BATCH / 4];
 
     __device__ __forceinline__ void load(uint32 start, int batch = 0) {
-        const uint32 address = start + batch * 64 * 4 + lane_index() % 4 * static_cast<uint32>(sizeof(Pair));
+        const uint32 column = static_cast<uint32>(fresh_thread_index()) % 4;  // a signed rest is four instructions
+        const uint32 address = start + batch * 64 * 4 + column * static_cast<uint32>(sizeof(Pair));
 #pragma unroll
         for (int block = 0; block < BATCH / 4; ++block) pairs[block] = load_shared<Pair>(address + 32 * block);
     }

@@ -28,8 +28,7 @@ __device__ __forceinline__ int64 fresh_block_index() {
     return index;
 }
 __device__ __forceinline__ int grid_size() { return gridDim.x; }  // blocks of the launch
-// As unsigned numbers: of what may be negative, as far as the compiler knows, a rest takes four instructions.
-__device__ __forceinline__ int lane_index() { return static_cast<uint32>(fresh_thread_index()) % WARP; }
+__device__ __forceinline__ int lane_index() { return fresh_thread_index() % WARP; }
 __device__ __forceinline__ int warp_index() { return fresh_thread_index() / WARP; }
 // The same; the compiler does not know what it is made of, and computes with it as it is.
 __device__ __forceinline__ const char* opaque(const char* address) {
