@@ -476,7 +476,7 @@ def main(argv=None):
             print([x.shape for x in example.operands()], example.layouts, example.keywords)
         print(*try_one(variant, int(options.replay[1]), options.engine))
         return 0
-    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+    os.environ.update(gpu.ONE_THREAD)
     tallies = run(options, variants, begin + options.seconds)
     rows = [record.stamped(tally.row(options.what, options.engine)) for tally in tallies.values()]
     for row, tally in zip(rows, tallies.values(), strict=True):

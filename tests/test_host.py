@@ -171,25 +171,25 @@ def python_kernel(variant, written):
         for h in range(head, head + args["pack"]):
             assert h // args["group"] == key_head
             i = rows[rows % args["pack"] == h - head] // args["pack"]
-            i = i[i < args["queries"], None]
-            q = matrix("q", h, args["queries"], args["head_dim"])[i[:, 0]].astype(np.float64)
+            i = i[i < args["queries"]]
+            q = matrix("q", h, args["queries"], args["head_dim"])[i].astype(np.float64)
             scores = args["scale_log2"] * math.log(2) * (q @ k.T)
             if mask != "full":
-                scores[j >= i + end_shift] = -np.inf
+                scores[j >= i[:, None] + end_shift] = -np.inf
             if mask == "window":
-                scores[j < i + first_shift] = -np.inf
+                scores[j < i[:, None] + first_shift] = -np.inf
             top = scores.max(axis=1, initial=-np.inf, keepdims=True)
             weights = np.exp(scores - np.where(top == -np.inf, 0, top))
             total = weights.sum(axis=1, keepdims=True)
             total[total == 0] = 1
             out = matrix("out", h, args["queries"], args["value_dim"])
-            out[i[:, 0]] = (weights @ v / total).astype(element.dtype)
+            out[i] = (weights @ v / total).astype(element.dtype)
             assert not args["out_vectors"] or (out.ctypes.data % 16, out.strides[0] % 16) == (0, 0)
             if args["lse"]:
                 first = (batch * args["heads"] + h) * args["queries"] * element.lse.itemsize
                 lse = memory(args["lse"] + first, (args["queries"],), (element.lse.itemsize,), element.lse)
-                lse[i] = top + np.log(total)
-            written.extend((batch, h, row) for row in i[:, 0].tolist())
+                lse[i] = (top + np.log(total))[:, 0]
+            written.extend((batch, h, row) for row in i.tolist())
 
     return kernel
 
