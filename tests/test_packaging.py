@@ -161,11 +161,11 @@ def test_import_prints_nothing_and_writes_nothing(checkout, tmp_path):
     assert not list(home.iterdir())
 
 
-def test_import_takes_about_as_long_as_that_of_numpy(checkout):
-    """Its own modules; what ml_dtypes takes, 0.05 s or, 0.7.0, 0.4 s, is ml_dtypes'."""
+def test_import_takes_less_than_that_of_numpy(checkout):
+    """Its own modules, from byte code; what ml_dtypes takes, 0.05 s or, 0.7.0, 0.4 s, is ml_dtypes'."""
     clock = "; marks.append(time.process_time())"
     code = f"import time; marks = []{clock}; import numpy{clock}; import ml_dtypes{clock}; import cuflash{clock}"
     code += "; print(*marks)"
-    run(code, checkout)  # writes the byte code
+    run(code, checkout, PYTHONDONTWRITEBYTECODE="")  # writes the byte code
     marks = [[*map(float, run(code, checkout).split())] for _ in range(5)]
-    assert min((end - between) / (middle - begin) for begin, middle, between, end in marks) < 1.5
+    assert min((end - between) / (middle - begin) for begin, middle, between, end in marks) < 1
