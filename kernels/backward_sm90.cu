@@ -9,18 +9,18 @@
 //
 // Everything a consumer computes has keys as rows, 64 of them. The accumulators of k q^T and v dout^T are then, as p
 // and ds, the A operands of the products with dout and q that dv and dk sum: they never leave registers, nor do dv and
-// dk.
+// dk. Nor do as many of the keys, the A operand of k q^T, as there is room for.
 //
 // To head_dim 128 ds goes to shared memory as well, transposed, for dq; each consumer makes one part of the product
 // ds k, a half of its columns or, where TILE_Q is 128, of its rows. The part goes on, by way of shared memory, to a
 // thread of the producer warpgroup, which waits for the block's turn and has it added in global memory. Turns make dq
 // reproducible, and no sum needs zeros to begin with: the first stores.
 //
-// There both consumers do the same, for 64 keys each, and take turns. While one computes exponentials, the
-// tensor cores have the products of the other, and a token sees to it: who has it issues the last products of a visit,
-// those of dv and dk, and the first of the next, and gives it away. dq comes a visit late, when both consumers' ds have
-// been written. What takes long and what others do not wait for, to read numbers of rows from shared memory, to fence
-// what has been written there, is begun or done while products are in flight.
+// There both consumers do the same, for 64 keys each, and take turns. While one computes exponentials, the tensor cores
+// have the products of the other, and a token sees to it: who has it issues the last products of a visit, those of dv
+// and dk, and the first two of the next, and gives it away. dq comes a visit late, when both consumers' ds have been
+// written. What takes long and what others do not wait for, to read numbers of rows from shared memory, to fence what
+// has been written there, is begun or done while products are in flight.
 //
 // Beyond, registers hold only one of dv and dk, so the consumers have roles, with the same 64 keys. The first makes p,
 // which it leaves in shared memory for the other, and dv; the second dp, ds and dk. They run out of step by themselves.
@@ -31,7 +31,7 @@
 // barrier, and so for all that lies in shared memory. Visits are numbered through all items of the block, and so are
 // the items: stage and parity follow from the number.
 //
-// What limits speed: the ports of shared memory and the tensor cores, with either the power they take.
+// What limits speed: the tensor cores and the port of shared memory, at clocks that power decides on.
 #include "gradients_sm90.cuh"
 #include "mask.cuh"
 #include "place.cuh"
@@ -267,7 +267,7 @@ __device__ __forceinline__ void bring(const Args& args, uint32 shared) {
             mbarrier_wait(barrier(shared, KEYS_EMPTY), number % 2 ^ 1);
             mbarrier_arrive(barrier(shared, KEYS_FULL));
         }
-        bool first = true;
+        bool first = true;  // and not left == visits, which would take a register
 #pragma unroll 1
         for (int left = visits; left > 0; --left, ++visit) {
             mbarrier_wait(barrier(shared, STEPS_FULL, stage_of<STEPS>(visit)), parity_of<STEPS>(visit));
@@ -345,6 +345,12 @@ using Scores = float[TILE_Q / 2];        // of 64 keys by a tile of queries: sco
 using Operand = uint32[TILE_Q / 16][4];  // the same, of elements, as the A operand of a product
 using Part = float[PART_COLUMNS / 2];    // of dq
 
+// The first columns of a consumer's keys, as A operand of the product for scores, where consumers take turns: a product
+// both of whose operands come from shared memory takes all that its port gives, so whatever else uses it takes time.
+// More steps than these the compiler spills, which leaves 28 registers to all that is not a product's.
+constexpr int KEPT = HEAD_DIM / 16 < 5 ? HEAD_DIM / 16 : 5;
+using Kept = uint32[KEPT][4];
+
 struct alignas(8) Pair {
     float values[2];
 };
@@ -352,8 +358,8 @@ struct alignas(16) Quad {
     float values[4];
 };
 
-// Accumulators of 64 columns: the numbers that a tile of queries has, one a row, come in such batches.
-constexpr int BATCH = 32;
+// Accumulators of 32 columns: the numbers that a tile of queries has, one a row, come in such batches.
+constexpr int BATCH = 16;
 
 // Those of a thread's columns. Shared memory is busy with operands of products and takes 200 clocks to answer, so a
 // batch is asked for before what comes before its use.
@@ -362,7 +368,7 @@ struct Columns {
 
     __device__ __forceinline__ void load(uint32 start, int batch = 0) {
         const uint32 column = static_cast<uint32>(fresh_thread_index()) % 4;  // a signed rest is four instructions
-        const uint32 address = start + batch * 64 * 4 + column * static_cast<uint32>(sizeof(Pair));
+        const uint32 address = start + batch * 2 * BATCH * 4 + column * static_cast<uint32>(sizeof(Pair));
 #pragma unroll
         for (int block = 0; block < BATCH / 4; ++block) pairs[block] = load_shared<Pair>(address + 32 * block);
     }
@@ -384,26 +390,33 @@ struct Shown {
             end[half] = key < args.keys ? mask.end_query(key, args.queries) - column : 0;
         }
     }
-    __device__ __forceinline__ bool operator[](int i) const {
-        const int column = 8 * (i / 4) + i % 2, half = i / 2 % 2;
-        return column >= first[half] && column < end[half];
+    // Of elements i and i + 1 of an accumulator, as a word of an operand holds them: ones where they are shown.
+    __device__ __forceinline__ uint32 operator[](int i) const {
+        const int column = 8 * (i / 4), half = i / 2 % 2;
+        const bool low = column >= first[half] && column < end[half];
+        const bool high = column + 1 >= first[half] && column + 1 < end[half];
+        return (low ? 0x0000ffff : 0) | (high ? 0xffff0000 : 0);
     }
 };
 
-// Scores to weights, in place; the first batch of row_lse has been asked for. `then` is done before the last
-// exponentials.
-template <typename Exponent, typename Then>
-__device__ __forceinline__ void weigh(Scores& scores, Columns& columns, uint32 row_lse, Exponent exponent, Then then) {
+// Scores to exponents of weights, in place; the first batch of row_lse has been asked for.
+__device__ __forceinline__ void to_exponents(Scores& scores, Columns& columns, uint32 row_lse, float scale_log2) {
 #pragma unroll
     for (int first = 0; first < TILE_Q / 2; first += BATCH) {
-        const bool last = first + BATCH == TILE_Q / 2;
 #pragma unroll
-        for (int i = first; i < first + BATCH; ++i) scores[i] = exponent(i);
-        if (last) then();
-        if (!last) columns.load(row_lse, first / BATCH + 1);
-#pragma unroll
-        for (int i = first; i < first + BATCH; ++i) scores[i] = ex2_approx(scores[i]);
+        for (int i = first; i < first + BATCH; ++i) scores[i] = fused_multiply_add(scores[i], scale_log2, -columns[i]);
+        if (first + BATCH < TILE_Q / 2) columns.load(row_lse, first / BATCH + 1);
     }
+}
+// Exponents to weights, in place: at most 1 where `clamped`, which a coarse row_lse would not see to. A branch between
+// exponentials and the next wait would keep them from being computed under it.
+__device__ __forceinline__ void to_weights(Scores& scores, bool clamped) {
+    if (clamped) {
+#pragma unroll
+        for (int i = 0; i < TILE_Q / 2; ++i) scores[i] = scores[i] > 0.0f ? 0.0f : scores[i];
+    }
+#pragma unroll
+    for (int i = 0; i < TILE_Q / 2; ++i) scores[i] = ex2_approx(scores[i]);
 }
 // Gradients of weights to gradients of scores, in place; the first batch of row_delta has been asked for.
 __device__ __forceinline__ void differentiate(Scores& dweights, const Scores& weights, Columns& columns,
@@ -417,10 +430,10 @@ __device__ __forceinline__ void differentiate(Scores& dweights, const Scores& we
         for (int i = first; i < first + BATCH; ++i) dweights[i] *= weights[i];
     }
 }
-// A weight of 0 is not enough where dout, v or delta are not finite.
-__device__ __forceinline__ void hide(Scores& dscores, const Shown& shown) {
+// Of hidden pairs nothing is left, whatever q, k, v and dout are. So late, since here registers are to be had.
+__device__ __forceinline__ void hide(Operand& operand, const Shown& shown) {
 #pragma unroll
-    for (int i = 0; i < TILE_Q / 2; ++i) dscores[i] = shown[i] ? dscores[i] : 0.0f;
+    for (int i = 0; i < TILE_Q / 2; i += 2) operand[i / 8][i / 2 % 4] &= shown[i];
 }
 __device__ __forceinline__ void convert(Operand& operand, const Scores& scores) {
 #pragma unroll
@@ -429,14 +442,27 @@ __device__ __forceinline__ void convert(Operand& operand, const Scores& scores) 
 
 // Products, in flight when they return. Tiles are places as descriptors have them, in units of 16 bytes.
 
-// scores = a b^T, of 64 keys and a tile of queries.
-__device__ __forceinline__ void multiply_rows(Scores& scores, uint32 a, uint32 b) {
-    wgmma_fence();
+// scores = a b^T, of 64 keys and a tile of queries; of `a` the first KEPT steps may be in registers.
+__device__ __forceinline__ void multiply_steps(Scores& scores, uint32 a, uint32 b, int first) {
 #pragma unroll
-    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+    for (int step = first; step < HEAD_DIM / 16; ++step) {
         Wgmma<TILE_Q>::template ss<0, 0>(scores, KeyTile::rows_descriptor(a + KeyTile::right(step)),
                                          QueryTile::rows_descriptor(b + QueryTile::right(step)), step > 0);
     }
+}
+__device__ __forceinline__ void multiply_rows(Scores& scores, uint32 a, uint32 b) {
+    wgmma_fence();
+    multiply_steps(scores, a, b, 0);
+    wgmma_commit_group();
+}
+__device__ __forceinline__ void multiply_rows(Scores& scores, const Kept& kept, uint32 a, uint32 b) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < KEPT; ++step) {
+        Wgmma<TILE_Q>::template rs<0>(scores, kept[step], QueryTile::rows_descriptor(b + QueryTile::right(step)),
+                                      step > 0);
+    }
+    multiply_steps(scores, a, b, KEPT);
     wgmma_commit_group();
 }
 // grad = or += a b, over a tile of queries; for the caller to fence and to commit.
@@ -523,6 +549,15 @@ struct Consumer {
         return tiles + KEY_START / 16 + panel * (KeyTile::PANEL_BYTES / 16);
     }
 
+    // The first columns of this consumer's keys.
+    __device__ __forceinline__ void keep(Kept& kept) const {
+        const int lane = lane_index(), row = first_key_of(index) + warp_index() % 4 * 16 + lane % 16;
+#pragma unroll
+        for (int step = 0; step < KEPT; ++step) {
+            ldmatrix_x4(kept[step], shared + KEY_START + KeyTile::offset(row, 2 * step + lane / 16));
+        }
+    }
+
     // Waits for an item and returns its visits.
     __device__ __forceinline__ int begin(uint32 number) const {
         wait(ITEMS_FULL, stage_of(number), parity_of(number));
@@ -534,24 +569,6 @@ struct Consumer {
     __device__ __forceinline__ Shown shown(uint32 number, uint32 visit) const {
         const int tile = load_shared<int>(item_at(shared, number) + OFFSET_OF(Item, key_tile));
         return Shown(args, mask, tile * TILE_K + first_key_of(index), load_shared<Step>(step_at(shared, visit)).row);
-    }
-
-    // Scores to weights, in place: see the function above. A weight is at most 1, which a coarse row_lse would not see
-    // to; hidden ones are 0.
-    template <typename Then>
-    __device__ __forceinline__ void weigh(Scores& scores, Columns& columns, uint32 row_lse, bool tested, uint32 number,
-                                          uint32 visit, Then then) const {
-        auto exponent = [&](int i) { return fused_multiply_add(scores[i], args.scale_log2, -columns[i]); };
-        if (tested) {
-            const Shown shown = this->shown(number, visit);
-            auto tested_exponent = [&](int i) {
-                const float x = exponent(i);
-                return !shown[i] ? -INFINITE : x > 0.0f ? 0.0f : x;
-            };
-            cuflash::weigh(scores, columns, row_lse, tested_exponent, then);
-        } else {
-            cuflash::weigh(scores, columns, row_lse, exponent, then);
-        }
     }
 
     // ds for the products of dq, transposed: a consumer's keys are a panel's columns. To be shown to these afterwards.
@@ -646,6 +663,7 @@ __device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, u
     Operand weights, dscores;
     Gradient dk, dv;
     Part dq;
+    Kept kept;
     auto give_token = [&] { bar_arrive(TOKEN + 1 - index, CONSUMERS * WARPGROUP); };
     auto await_token = [&] { bar_sync(TOKEN + index, CONSUMERS * WARPGROUP); };
 
@@ -665,6 +683,7 @@ __device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, u
 
         if (index == 1) give_token();
         self.wait(KEYS_FULL, 0, number % 2);
+        self.keep(kept);
         self.wait(QUERIES_FULL, stage_of(visit), parity_of(visit));
 #pragma unroll 1
         for (int n = 0; n < visits; ++n, ++visit) {
@@ -681,23 +700,29 @@ __device__ __forceinline__ void take_turns(const Args& args, const Mask& mask, u
                 self.release(DOUTS_EMPTY, 1 - stage);
                 self.release(QUERIES_EMPTY, 1 - stage);
             }
-            multiply_rows(scores, self.keys(), self.queries(stage));
-            if (n > 0) give_token();
+            multiply_rows(scores, kept, self.keys(), self.queries(stage));
             if (n == 0) self.wait(VALUES_FULL, 0, number % 2);
             self.wait(DOUTS_FULL, stage, parity_of(visit));
             multiply_rows(dweights, self.values(), self.douts(stage));
+            if (n > 0) give_token();
             if (n > 1) self.show_part();
 
             wgmma_wait_group<1>();
             pin(scores);
-            self.weigh(scores, columns, row_lse, tested, number, visit, [&] { columns.load(row_delta); });
+            to_exponents(scores, columns, row_lse, args.scale_log2);
+            columns.load(row_delta);
+            to_weights(scores, tested);
             self.wait(DSCORES_EMPTY, stage, parity_of(visit));  // here, lest the compiler wait for dweights any earlier
             wgmma_wait_group<0>();
             pin(dweights);
             differentiate(dweights, scores, columns, row_delta);
-            if (tested) hide(dweights, self.shown(number, visit));
             convert(weights, scores);  // so late, since until here they would take registers of their own
             convert(dscores, dweights);
+            if (tested) {
+                const Shown shown = self.shown(number, visit);
+                hide(weights, shown);
+                hide(dscores, shown);
+            }
             self.store_dscores(stage, dscores);
 
             // dq of the visit before. Where there is none the product is of what lies there, for nothing: registers of
@@ -777,7 +802,8 @@ __device__ __forceinline__ void make_weights(const Args& args, const Mask& mask,
             if (n > 0) self.release(DOUTS_EMPTY, 1 - stage);
             wgmma_wait_group<0>();
             pin(scores);
-            self.weigh(scores, columns, row_lse, tested, number, visit, [] {});
+            to_exponents(scores, columns, row_lse, args.scale_log2);
+            to_weights(scores, tested);
             self.wait(WEIGHTS_EMPTY, 0, visit % 2 ^ 1);
 #pragma unroll
             for (int block = 0; block < TILE_Q / 8; ++block) {
@@ -785,6 +811,7 @@ __device__ __forceinline__ void make_weights(const Args& args, const Mask& mask,
                 store_shared(place + block * WARPGROUP * 16, Quad{{x[0], x[1], x[2], x[3]}});
             }
             convert(weights, scores);
+            if (tested) hide(weights, self.shown(number, visit));
             sync_warp();
             self.release(WEIGHTS_FULL);
             self.release(QUERIES_EMPTY, stage);
@@ -854,8 +881,8 @@ __device__ __forceinline__ void make_dscores(const Args& args, const Mask& mask,
             wgmma_wait_group<0>();
             pin(dweights);
             differentiate(dweights, weights, columns, row_delta);
-            if (tested) hide(dweights, self.shown(number, visit));
             convert(dscores, dweights);
+            if (tested) hide(dscores, self.shown(number, visit));
             sync_warp();
             self.release(WEIGHTS_EMPTY);
             self.release(DOUTS_EMPTY, stage);
