@@ -358,8 +358,9 @@ struct alignas(16) Quad {
     float values[4];
 };
 
-// Accumulators of 32 columns: the numbers that a tile of queries has, one a row, come in such batches.
-constexpr int BATCH = 16;
+// Accumulators, two a column: the numbers that a tile of queries has, one a row, come in such batches. A role has
+// registers for those of a whole tile.
+constexpr int BATCH = ROLES ? 32 : 16;
 
 // Those of a thread's columns. Shared memory is busy with operands of products and takes 200 clocks to answer, so a
 // batch is asked for before what comes before its use.
