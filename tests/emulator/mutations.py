@@ -1603,6 +1603,19 @@ MUTATIONS = (
     in_backward_sm90("turn_not_handed_on", "add_release(counter, 1);", "", HOPPER_ROUND, blocks=3),
     # Masks and places
     in_backward_sm90("hopper_gradients_one_query_too_far", "column < end[half]", "column <= end[half]", HOPPER_WINDOW),
+    in_backward_sm90(
+        "hopper_gradients_one_odd_query_too_far", "column + 1 < end[half]", "column + 1 <= end[half]", HOPPER_WINDOW,
+    ),
+    in_backward_sm90("hidden_weights_kept", "hide(weights, shown);", "", HOPPER_GRADIENT),
+    in_backward_sm90("hidden_gradients_of_scores_kept", "hide(dscores, shown);", "", HOPPER_GRADIENT),
+    in_backward_sm90(
+        "hidden_weights_kept_by_a_role", "if (tested) hide(weights, self.shown(number, visit));", "", ROLES,
+    ),
+    in_backward_sm90(
+        "kept_keys_of_the_first_consumer", "row = first_key_of(index) + warp_index() % 4 * 16 + lane % 16;",
+        "row = warp_index() % 4 * 16 + lane % 16;", PANELS,
+    ),
+    in_backward_sm90("keys_not_kept", "        self.keep(kept);\n", "", PANELS),
     in_backward_sm90("tile_taken_for_seen_whole", "key + ROWS > end_key", "key + ROWS > end_key + 64", HOPPER_GRADIENT),
     in_backward_sm90(
         "parts_of_dq_swapped", "rows = PARTS_ARE_ROWS ? index * ROWS", "rows = PARTS_ARE_ROWS ? (1 - index) * ROWS",
